@@ -129,12 +129,17 @@ def fit(cell: Cell, config: Row, cap_bytes: float, tiny: bool) -> Row:
     )
     if tiny:
         return {"longest_fitted_tokens": lengths[-1], "predicted_tokens": lengths[-1], "m_mem": lengths[-1]}
-    model = MemoryModel.fit(matrix.measurements)
+    model = MemoryModel.fit(matrix.measurements, accumulates=False)
+    peaks = ("peak_bytes", "first_peak_bytes", "gradient_bytes")
     return {
-        "fitted_peaks": [[m.samples * m.sequence_length, m.peak_bytes] for m in matrix.measurements],
+        "fitted_peaks": [
+            {"tokens": m.samples * m.sequence_length} | {name: getattr(m, name) for name in peaks}
+            for m in matrix.measurements
+        ],
         "longest_fitted_tokens": lengths[-1],
         "fixed_bytes": round(model.fixed),
         "bytes_per_token": round(model.per_token, 1),
+        "at_start": model.at_start,
         "worst_excess": round(model.worst_excess, 5),
         "predicted_tokens": model.m_mem(cap_bytes, reserve=0),
         "m_mem": model.m_mem(cap_bytes),

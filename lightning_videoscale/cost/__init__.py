@@ -41,7 +41,7 @@ from lightning_videoscale.cost.calibration import Calibration
 from lightning_videoscale.cost.flops import TRANSFORMERS, TransformerFlops, training_flops
 from lightning_videoscale.cost.matrix import MatrixRow, ShapeMatrix
 from lightning_videoscale.cost.measurement import Measurement
-from lightning_videoscale.cost.memory import MemoryModel
+from lightning_videoscale.cost.memory import MemoryLine, MemoryModel
 from lightning_videoscale.cost.recalibration import Recalibration
 from lightning_videoscale.cost.step_time import StepTimeModel
 from lightning_videoscale.cost.time_budget import TimeBudget
@@ -52,6 +52,7 @@ __all__ = [
     "Calibration",
     "MatrixRow",
     "Measurement",
+    "MemoryLine",
     "MemoryModel",
     "Recalibration",
     "ShapeMatrix",

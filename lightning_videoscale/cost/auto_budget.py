@@ -63,6 +63,7 @@ class AutoBudget:
         step_time: StepTimeModel | None,
         module: nn.Module | None,
         best: BestCompute,
+        accumulates: bool = True,
     ) -> tuple[Calibration, str]:
         """Finds costs, then M_mem, then M_comp.
 
@@ -73,6 +74,7 @@ class AutoBudget:
             step_time: The user's own prediction of costs, which goes before a measured one.
             module: What trains the transformer, whose FLOPs are the costs where there are no others; None: unknown.
             best: Plans a sample of the epoch under some budgets.
+            accumulates: Whether a step has several micro-batches on a rank.
 
         Returns:
             What to plan by, and the sentence that says so.
@@ -93,7 +95,7 @@ class AutoBudget:
         if step_time is None and module is not None:
             step_time, note = step_time_of(module)
             notes.append(note)
-        m_mem, from_peaks = self._m_mem(longest, matrix)
+        m_mem, from_peaks = self._m_mem(longest, matrix, accumulates)
         if step_time is not None and self.target_sync is not None:
             budget: Budget = TimeBudget(m_mem, self.target_sync, step_time)
             limit = str(budget)
@@ -108,16 +110,16 @@ class AutoBudget:
             f"{''.join(f'; {n}' for n in notes).rstrip('.')}."
         )
 
-    def _m_mem(self, longest: int, matrix: ShapeMatrix | None) -> tuple[float, str]:
-        m_mem, why = self._by_peaks(longest, matrix)
+    def _m_mem(self, longest: int, matrix: ShapeMatrix | None, accumulates: bool) -> tuple[float, str]:
+        m_mem, why = self._by_peaks(longest, matrix, accumulates)
         bounded = m_mem if matrix is None else matrix.within_memory(m_mem, self.reserve)
         return bounded, why if bounded == m_mem else f"instead of {m_mem:g}, which were out of memory: {why}"
 
-    def _by_peaks(self, longest: int, matrix: ShapeMatrix | None) -> tuple[float, str]:
+    def _by_peaks(self, longest: int, matrix: ShapeMatrix | None, accumulates: bool) -> tuple[float, str]:
         if matrix is None or matrix.capacity_bytes is None:
             return longest, "the longest sample, as no peaks are known"
         try:
-            model = MemoryModel.fit(matrix.measurements)
+            model = MemoryModel.fit(matrix.measurements, accumulates)
         except ValueError as error:
             return longest, f"the longest sample, as the peaks cannot be used: {error}"
         return model.m_mem(matrix.capacity_bytes, self.reserve), (

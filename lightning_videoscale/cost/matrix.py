@@ -35,8 +35,11 @@ class MatrixRow:
             median of the ranks. What disturbs a step on its host only makes it longer.
         spread: (slowest - fastest) over that quartile, the largest of the ranks.
         wait_seconds: Time at synchronisation with other ranks, the median of both.
-        peak_bytes: Highest memory in use of all ranks, and what CUDA graphs keep; None where it cannot be measured.
+        peak_bytes: Highest memory in use of all ranks, beside gradients of the step's earlier micro-batches, and
+            what CUDA graphs keep; None where it cannot be measured.
         by_graph: Whether the network ran by CUDA graphs on all ranks.
+        first_peak_bytes: As `peak_bytes`, of the first micro-batch of a step, see `Measurement`.
+        gradient_bytes: What is dropped before that one's backward, the least of all ranks.
     """
 
     frames: int
@@ -50,6 +53,8 @@ class MatrixRow:
     wait_seconds: float | None = None
     peak_bytes: float | None = None
     by_graph: bool = False
+    first_peak_bytes: float | None = None
+    gradient_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,15 @@ class ShapeMatrix:
     def measurements(self) -> list[Measurement]:
         """What `StepTimeModel.fit` and `MemoryModel.fit` take."""
         return [
-            Measurement(row.samples, row.sequence_length, row.seconds, row.peak_bytes, by_graph=row.by_graph)
+            Measurement(
+                row.samples,
+                row.sequence_length,
+                row.seconds,
+                row.peak_bytes,
+                by_graph=row.by_graph,
+                first_peak_bytes=row.first_peak_bytes,
+                gradient_bytes=row.gradient_bytes,
+            )
             for row in self.rows
             if row.outcome == "measured" and row.seconds is not None
         ]
@@ -132,7 +145,8 @@ class ShapeMatrix:
 def _row(row: MatrixRow) -> MatrixRow:
     """Returns a row of a file, which somebody may have edited: text for a number would be multiplied as text."""
     counts = all(type(n) is int and n > 0 for n in (row.samples, row.sequence_length))
-    if not (counts and _is_amount(row.seconds) and _is_amount(row.peak_bytes) and row.outcome in get_args(RowOutcome)):
+    amounts = all(map(_is_amount, (row.seconds, row.peak_bytes, row.first_peak_bytes, row.gradient_bytes)))
+    if not (counts and amounts and row.outcome in get_args(RowOutcome)):
         raise ValueError(f"{row} has other numbers than positive ones, or an outcome not of {get_args(RowOutcome)}")
     return row
 

@@ -12,9 +12,13 @@ class Measurement(NamedTuple):
         samples: Batch size B.
         sequence_length: Tokens S of one sample.
         seconds: Of the micro-batch: forward, backward and the exchanges in its sequence-parallel group, without waits.
-        peak_bytes: Highest memory in use meanwhile; None where it was not measured.
+        peak_bytes: Highest memory in use meanwhile, beside gradients of the step's earlier micro-batches; None where it
+            was not measured.
         dp_rank: The data-parallel rank that computed it.
         by_graph: Whether it ran by CUDA graphs, so that it did not wait for the host.
+        first_peak_bytes: As `peak_bytes`, where it is the first micro-batch of its step: gradients of the step before
+            are there in its forward, and dropped before its backward.
+        gradient_bytes: Of these gradients.
     """
 
     samples: int
@@ -23,3 +27,5 @@ class Measurement(NamedTuple):
     peak_bytes: float | None = None
     dp_rank: int = 0
     by_graph: bool = False
+    first_peak_bytes: float | None = None
+    gradient_bytes: float | None = None

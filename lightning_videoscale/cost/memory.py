@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,44 +12,79 @@ from lightning_videoscale.cost.measurement import Measurement
 from lightning_videoscale.cost.points import nonnegative_least_squares
 
 
+class MemoryLine(NamedTuple):
+    """Bytes over tokens: fixed + per_token * B * S.
+
+    Attributes:
+        fixed: Bytes without any token.
+        per_token: Bytes of activations per token.
+    """
+
+    fixed: float
+    per_token: float
+
+    def at(self, tokens: float) -> float:
+        """Bytes at so many tokens."""
+        return self.fixed + self.per_token * tokens
+
+    def tokens_in(self, nbytes: float) -> int:
+        """Tokens for which so many bytes are enough; may be negative."""
+        return int((nbytes - self.fixed) // self.per_token)
+
+
 @dataclass(frozen=True)
 class MemoryModel:
-    """Peak bytes = fixed + per_token * B * S.
+    """Peak bytes = fixed + per_token * B * S, or those at the start of backward if they are more.
 
     Attributes:
         fixed: Bytes without any token: weights, gradients, optimizer states, buffers.
         per_token: Bytes of activations per token.
         worst_excess: Largest relative excess of a measured peak over the prediction, at or above 0.
+        at_start: Where a step has one micro-batch: when its backward starts, and has no gradients yet. With
+            checkpointed activations that is the peak of long samples, whose activations are freed as gradients come.
+            None: gradients are there all the time.
     """
 
     fixed: float
     per_token: float
     worst_excess: float
+    at_start: MemoryLine | None = None
 
     @classmethod
-    def fit(cls, samples: Sequence[Measurement]) -> MemoryModel:
+    def fit(cls, samples: Sequence[Measurement], accumulates: bool = True) -> MemoryModel:
         """Fits measured peaks, on relative error.
 
         Args:
             samples: Measured shapes; those without a peak are left out.
+            accumulates: Whether a step has several micro-batches. If it has one, and peaks of it were measured, those
+                are fitted.
 
         Raises:
             ValueError: If fewer than 3 have a peak, or all have equally many tokens.
         """
-        peaks = [(m.samples * m.sequence_length, m.peak_bytes) for m in samples if m.peak_bytes is not None]
-        if len(peaks) < 3 or len({tokens for tokens, _ in peaks}) < 2:
-            raise ValueError(f"A memory model needs 3 measured peaks of 2 token counts; got {len(peaks)}.")
-        tokens, measured = (np.array(column, np.float64) for column in zip(*peaks, strict=True))
-        terms = np.stack([np.ones_like(tokens), tokens], axis=1)
-        fixed, per_token = map(float, nonnegative_least_squares(terms / measured[:, None], np.ones_like(measured)))
-        if per_token <= 0:
-            raise ValueError(f"The measured peaks do not grow with the tokens ({peaks}); measure larger shapes.")
-        excess = float(np.max(measured / (fixed + per_token * tokens) - 1))
-        return cls(fixed, per_token, max(0.0, excess))
+        firsts = [m for m in samples if None not in (m.first_peak_bytes, m.gradient_bytes, m.peak_bytes)]
+        if accumulates or len(firsts) < 3:
+            peaks = [(_tokens(m), m.peak_bytes) for m in samples if m.peak_bytes is not None]
+            return cls._over(peaks, None)
+        # With and without gradients of before, the start of backward differs by these alone.
+        at_start = [(_tokens(m), m.peak_bytes - m.gradient_bytes) for m in firsts]  # type: ignore[operator]
+        return cls._over([(_tokens(m), m.first_peak_bytes or 0.0) for m in firsts], _line(at_start))
+
+    @classmethod
+    def _over(cls, peaks: Sequence[tuple[int, float]], at_start: MemoryLine | None) -> MemoryModel:
+        line = _line(peaks)
+        model = cls(*line, worst_excess=0.0, at_start=at_start)
+        excess = max(peak / model.predict(1, tokens) - 1 for tokens, peak in peaks)
+        return cls(*line, worst_excess=max(0.0, excess), at_start=at_start)
+
+    @property
+    def _lines(self) -> list[MemoryLine]:
+        line = MemoryLine(self.fixed, self.per_token)
+        return [line] if self.at_start is None else [line, self.at_start]
 
     def predict(self, samples: int, sequence_length: int) -> float:
         """Peak bytes of B samples of S tokens."""
-        return self.fixed + self.per_token * samples * sequence_length
+        return max(line.at(samples * sequence_length) for line in self._lines)
 
     def m_mem(self, capacity_bytes: float, reserve: float = 0.05) -> int:
         """Tokens that a micro-batch may have: M_mem.
@@ -71,4 +107,20 @@ class MemoryModel:
     def fits(self, capacity_bytes: float, reserve: float = 0.05) -> int:
         """As `m_mem`, and 0 where not even one token fits."""
         usable = capacity_bytes * (1 - reserve) / (1 + self.worst_excess)
-        return max(0, int((usable - self.fixed) // self.per_token))
+        return max(0, min(line.tokens_in(usable) for line in self._lines))
+
+
+def _tokens(measured: Measurement) -> int:
+    return measured.samples * measured.sequence_length
+
+
+def _line(peaks: Sequence[tuple[int, float]]) -> MemoryLine:
+    """The line through peaks."""
+    if len(peaks) < 3 or len({tokens for tokens, _ in peaks}) < 2:
+        raise ValueError(f"A memory model needs 3 measured peaks of 2 token counts; got {len(peaks)}.")
+    tokens, measured = (np.array(column, np.float64) for column in zip(*peaks, strict=True))
+    terms = np.stack([np.ones_like(tokens), tokens], axis=1)
+    fixed, per_token = map(float, nonnegative_least_squares(terms / measured[:, None], np.ones_like(measured)))
+    if per_token <= 0:
+        raise ValueError(f"The measured peaks do not grow with the tokens ({list(peaks)}); measure larger shapes.")
+    return MemoryLine(fixed, per_token)

@@ -30,6 +30,36 @@ def test_a_fit_that_falls_short_keeps_its_excess_free() -> None:
     assert model.m_mem(80 * GIB, reserve=0) < (80 * GIB - model.fixed) / model.per_token
 
 
+def peaks_of_steps(tokens: int) -> tuple[float, float]:
+    """Peaks of a later and of the first micro-batch: 10 blocks, checkpointed, with 2 GiB of gradients."""
+    states, gradients, kept, block = 6 * GIB, 2 * GIB, 30_000 * tokens, 130_000 * tokens
+    start = states + kept + block  # of backward; at its end, nothing is kept any more
+    return start + gradients, max(start, states + gradients + block)
+
+
+def measured(tokens: int, gradient_bytes: float | None = 2 * GIB) -> Measurement:
+    later, first = peaks_of_steps(tokens)
+    return Measurement(1, tokens, 1.0, later, first_peak_bytes=first, gradient_bytes=gradient_bytes)
+
+
+@pytest.mark.parametrize("capacity", [9 * GIB, 16 * GIB, 20 * GIB, 80 * GIB])
+def test_a_step_of_one_micro_batch_has_no_gradients_when_its_backward_starts(capacity: int) -> None:
+    short = [measured(tokens) for tokens in (2048, 4096, 8192)]
+    alone, several = MemoryModel.fit(short, accumulates=False), MemoryModel.fit(short)
+    for model, which in ((several, 0), (alone, 1)):
+        tokens = model.m_mem(capacity, reserve=0)
+        assert peaks_of_steps(tokens)[which] <= capacity < peaks_of_steps(tokens + 2)[which]
+    assert alone.m_mem(capacity) > several.m_mem(capacity)
+    assert alone.predict(1, 200_000) == pytest.approx(peaks_of_steps(200_000)[1])
+
+
+def test_older_measurements_and_gradients_that_stay_are_as_those_of_several_micro_batches() -> None:
+    peaks = [measured(tokens)._replace(first_peak_bytes=None) for tokens in (2048, 4096, 8192)]
+    assert MemoryModel.fit(peaks, accumulates=False) == MemoryModel.fit(peaks)
+    stay = [m._replace(first_peak_bytes=m.peak_bytes, gradient_bytes=None) for m in peaks]
+    assert MemoryModel.fit(stay, accumulates=False) == MemoryModel.fit(stay)
+
+
 def test_what_cannot_be_fitted_or_does_not_fit_is_said() -> None:
     with pytest.raises(ValueError, match="3 measured peaks"):
         MemoryModel.fit([Measurement(1, 10, 1.0, 5.0)])

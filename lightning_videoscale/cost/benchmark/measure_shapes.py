@@ -118,6 +118,7 @@ def provenance_of(trainer: pl.Trainer) -> dict[str, Any]:
 def _measure(
     steps: RealSteps, ranks: Ranks, cell: Cell, batches: SyntheticBatches, seconds: float, with_states: bool
 ) -> MatrixRow:
+    steps.reset_peak()
     tried = _first_step(steps, ranks, cell, batches)
     if tried is None:
         steps.free_memory()
@@ -125,27 +126,42 @@ def _measure(
     batch, first = tried
     if with_states:
         steps.make_optimizer_states()
+    elif not ranks.all(_fits_beside_gradients(steps), "near the end of its memory"):
+        steps.free_memory()
+        return _row(cell, outcome="not_tried")
     steps.reset_peak()
     for _ in range(max(first < seconds, steps.until_graphs)):
         steps.run(batch)
     steps.read_times()
-    before = steps.graph_calls
-    for _ in range(min(max(math.ceil(seconds / first), _REPEATS[0]), _REPEATS[1])):
+    before, peaks = steps.graph_calls, [steps.peak_bytes]
+    steps.reset_peak()
+    steps.run(batch, is_first=False)
+    later_peak = steps.peak_bytes
+    steps.reset_peak()
+    for _ in range(min(max(math.ceil(seconds / first), _REPEATS[0]), _REPEATS[1]) - 1):
         steps.run(batch)
     times = steps.read_times()
+    peaks.append(steps.peak_bytes)
     by_graph = all_by_graph(before, steps.graph_calls)
     mine = [t.work for t in times]
     # What disturbs a step, such as other work on the host, only makes it longer.
     quartile = float(np.quantile(mine, 0.25))
-    peak = steps.peak_bytes
     return _row(
         cell,
         seconds=ranks.median(quartile),
         spread=ranks.largest((max(mine) - min(mine)) / quartile),
         wait_seconds=ranks.median(statistics.median(t.wait for t in times)),
-        peak_bytes=None if peak is None else ranks.largest(peak),
         by_graph=ranks.all(by_graph, "not running by CUDA graphs"),
+        peak_bytes=ranks.largest_of(later_peak),
+        first_peak_bytes=ranks.largest_of(max((peak for peak in peaks if peak is not None), default=None)),
+        gradient_bytes=ranks.smallest(steps.dropped_bytes) or None,
     )
+
+
+def _fits_beside_gradients(steps: RealSteps) -> bool:
+    """Whether what the first step took leaves room for gradients, which it had only at the end of its backward."""
+    peak, capacity = steps.peak_bytes, steps.capacity_bytes
+    return peak is None or capacity is None or peak + steps.gradient_bytes <= capacity
 
 
 def all_by_graph(before: Mapping[str, int], after: Mapping[str, int]) -> bool:

@@ -59,6 +59,10 @@ class Ranks:
         """The largest of all ranks' numbers."""
         return max(self._gather(mine))
 
+    def largest_of(self, mine: float | None) -> float | None:
+        """As `largest`; None where they have none."""
+        return None if mine is None else self.largest(mine)
+
     def median(self, mine: float) -> float:
         """The median of all ranks' numbers: one slow rank does not make a shape dear."""
         return statistics.median(self._gather(mine))

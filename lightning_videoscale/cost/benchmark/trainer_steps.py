@@ -38,6 +38,7 @@ class RealSteps:
         self._device = trainer.strategy.root_device
         self._timer = StepTimer(trainer)
         self._stateless = _stateless(trainer)
+        self._dropped_bytes = 0.0
         takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
         self._index = (0,) if takes_index else ()
 
@@ -67,8 +68,14 @@ class RealSteps:
             return False
         return True
 
-    def run(self, batch: TrainingBatch) -> None:
-        """Runs one step; collective where the strategy's step is."""
+    def run(self, batch: TrainingBatch, is_first: bool = True) -> None:
+        """Runs one micro-batch; collective where the strategy's step is.
+
+        Args:
+            batch: What `make` returned.
+            is_first: Of its step, so that the gradients of the step before are dropped, where Lightning does that:
+                between forward and backward.
+        """
         trainer, strategy, module = self._trainer, self._trainer.strategy, self._module
         batch = trainer.precision_plugin.convert_input(batch)
         batch = before_transfer(module, batch)
@@ -78,6 +85,11 @@ class RealSteps:
         loss = output["loss"] if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
             raise ValueError(f"training_step returned {output!r} for a synthetic batch; the benchmark needs a loss.")
+        if is_first:
+            before = self._allocated_bytes
+            for optimizer in trainer.optimizers:
+                module.optimizer_zero_grad(trainer.current_epoch, 0, optimizer)
+            self._dropped_bytes = max(0.0, before - self._allocated_bytes)
         strategy.backward(loss, None)
         call_callbacks(trainer, "on_train_batch_end", None, batch, 0)
 
@@ -111,6 +123,21 @@ class RealSteps:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    @property
+    def _allocated_bytes(self) -> float:
+        return float(torch.cuda.memory_allocated(self._device)) if self._device.type == "cuda" else 0.0
+
+    @property
+    def dropped_bytes(self) -> float:
+        """Of the gradients that the last first micro-batch has dropped; 0 where they stay, or nobody counts."""
+        return self._dropped_bytes
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Of the gradients that are there."""
+        gradients = (p.grad for p in self._module.parameters() if p.grad is not None)
+        return float(sum(_local(gradient).nbytes for gradient in gradients))
 
     def reset_peak(self) -> None:
         """Lets the peak start again."""

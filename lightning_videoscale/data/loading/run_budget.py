@@ -95,7 +95,8 @@ class RunBudget:
         in_slots = trainer is not None and waits_in_every_micro_batch(trainer)
         matrix, source = known_matrix(trainer, self._auto.matrix, beside_index, measure)
         module = None if trainer is None else trainer.lightning_module
-        found, why = self._auto.decide(max(lengths), matrix, source, self.step_time, module, best)
+        accumulates = planner.micro_batches > 1
+        found, why = self._auto.decide(max(lengths), matrix, source, self.step_time, module, best, accumulates)
         rank_zero_info(why)
         # The last bits of a fit may differ between processors, and all ranks must plan alike.
         self._found = found if trainer is None else trainer.strategy.broadcast(found)

@@ -18,10 +18,12 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.utils.data import DataLoader
 
 import lightning_videoscale as vs
 from lightning_videoscale.callbacks.budget_recalibrator import observations_of
 from lightning_videoscale.cost import BucketBudget, ShapeMatrix
+from lightning_videoscale.cost.benchmark.grid import Cell
 from lightning_videoscale.cost.benchmark.trainer_steps import RealSteps, real_steps
 from lightning_videoscale.data import RandomBatches, VideoDataModule
 from lightning_videoscale.parallel import CollectiveTransport
@@ -295,6 +297,36 @@ def test_one_rank_without_memory_speaks_for_all(ranks: Ranks, in_backward: bool)
     measured = [row.samples * row.sequence_length for row in matrix.rows if row.outcome == "measured"]
     assert measured == [4, 16, 16] and [row.outcome for row in matrix.rows[3:]] == ["out_of_memory"] * 2
     assert matrix.provenance["world_size"] == 2
+
+
+class DropsByItself(Flow):
+    """Drops its gradients in its own way."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.dropped = getattr(self, "dropped", 0) + 1
+        super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+
+class OfMicroBatches(pl.Callback):
+    """The gradients after the first micro-batch of a step, after another first, and after one that goes on."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        batch = RandomBatches(4)(Cell(SHAPES[1], 16, 1))
+        self.gradients = []
+        with real_steps(trainer) as steps:
+            for is_first in (True, True, False):
+                torch.manual_seed(0)
+                steps.run(dict(batch), is_first=is_first)
+                self.gradients.append(pl_module.transformer.patch_embedding.weight.grad.clone())
+
+
+def test_the_first_micro_batch_of_a_step_drops_gradients_as_training_does() -> None:
+    seen, module = OfMicroBatches(), DropsByItself()
+    batch = RandomBatches(4)(Cell(SHAPES[1], 16, 1))
+    trainer_with(max_steps=1, callbacks=[seen]).fit(module, DataLoader([batch], batch_size=None))
+    first, again, further = seen.gradients
+    assert torch.equal(again, first) and torch.allclose(further, 2 * first)
+    assert module.dropped == 2 + 1
 
 
 class Where(pl.Callback):
