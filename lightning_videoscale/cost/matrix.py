@@ -15,7 +15,7 @@ from lightning_videoscale.user_paths import local
 
 RowOutcome = Literal["measured", "out_of_memory", "not_tried"]
 """``not_tried``: the peaks of smaller micro-batches say that it does not fit, and a rank that runs out of memory would
-leave the others waiting in a collective."""
+leave the others waiting in a collective. Or its own first step says so."""
 
 _FORMAT = 1
 

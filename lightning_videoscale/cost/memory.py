@@ -62,13 +62,17 @@ class MemoryModel:
         Raises:
             ValueError: If fewer than 3 have a peak, or all have equally many tokens.
         """
-        firsts = [m for m in samples if None not in (m.first_peak_bytes, m.gradient_bytes, m.peak_bytes)]
-        if accumulates or len(firsts) < 3:
-            peaks = [(_tokens(m), m.peak_bytes) for m in samples if m.peak_bytes is not None]
-            return cls._over(peaks, None)
+        later = [(_tokens(m), m.peak_bytes) for m in samples if m.peak_bytes is not None]
+        first = [(_tokens(m), m.first_peak_bytes) for m in samples if m.first_peak_bytes is not None]
+        if accumulates or len(first) < len(later):
+            return cls._over(later, None)
         # With and without gradients of before, the start of backward differs by these alone.
-        at_start = [(_tokens(m), m.peak_bytes - m.gradient_bytes) for m in firsts]  # type: ignore[operator]
-        return cls._over([(_tokens(m), m.first_peak_bytes or 0.0) for m in firsts], _line(at_start))
+        at_start = [
+            (_tokens(m), m.peak_bytes - m.gradient_bytes)
+            for m in samples
+            if m.peak_bytes is not None and m.gradient_bytes is not None
+        ]
+        return cls._over(first, _line(at_start) if len(at_start) == len(first) else None)
 
     @classmethod
     def _over(cls, peaks: Sequence[tuple[int, float]], at_start: MemoryLine | None) -> MemoryModel:

@@ -130,18 +130,19 @@ def _measure(
         steps.free_memory()
         return _row(cell, outcome="not_tried")
     steps.reset_peak()
-    for _ in range(max(first < seconds, steps.until_graphs)):
-        steps.run(batch)
-    steps.read_times()
-    before, peaks = steps.graph_calls, [steps.peak_bytes]
-    steps.reset_peak()
+    # Right after a step that was not reduced: under DDP, its gradients lie beside the buckets.
     steps.run(batch, is_first=False)
-    later_peak = steps.peak_bytes
+    later_peak, later_graphs = steps.peak_bytes, steps.graph_bytes
     steps.reset_peak()
-    for _ in range(min(max(math.ceil(seconds / first), _REPEATS[0]), _REPEATS[1]) - 1):
+    repeats = min(max(math.ceil(seconds / first), _REPEATS[0]), _REPEATS[1])
+    if is_warm_up := first < seconds or steps.until_graphs > 0:
+        for _ in range(steps.until_graphs - 1):
+            steps.run(batch)
+        steps.read_times()
+    before = steps.graph_calls
+    for _ in range(repeats if is_warm_up else repeats - 1):
         steps.run(batch)
     times = steps.read_times()
-    peaks.append(steps.peak_bytes)
     by_graph = all_by_graph(before, steps.graph_calls)
     mine = [t.work for t in times]
     # What disturbs a step, such as other work on the host, only makes it longer.
@@ -152,8 +153,8 @@ def _measure(
         spread=ranks.largest((max(mine) - min(mine)) / quartile),
         wait_seconds=ranks.median(statistics.median(t.wait for t in times)),
         by_graph=ranks.all(by_graph, "not running by CUDA graphs"),
-        peak_bytes=ranks.largest_of(later_peak),
-        first_peak_bytes=ranks.largest_of(max((peak for peak in peaks if peak is not None), default=None)),
+        peak_bytes=ranks.largest_of(None if later_peak is None else later_peak + steps.graph_bytes - later_graphs),
+        first_peak_bytes=ranks.largest_of(steps.peak_bytes),
         gradient_bytes=ranks.smallest(steps.dropped_bytes) or None,
     )
 

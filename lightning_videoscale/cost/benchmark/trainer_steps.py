@@ -152,7 +152,12 @@ class RealSteps:
         """
         if self._device.type != "cuda":
             return None
-        return float(torch.cuda.max_memory_allocated(self._device) + self.graph_calls.get("bytes", 0))
+        return float(torch.cuda.max_memory_allocated(self._device) + self.graph_bytes)
+
+    @property
+    def graph_bytes(self) -> int:
+        """Memory that CUDA graphs keep."""
+        return self.graph_calls.get("bytes", 0)
 
     @property
     def until_graphs(self) -> int:
