@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import lightning_videoscale as vs
 from lightning_videoscale.cost import MemoryModel, ShapeMatrix, StepTimeModel
+from lightning_videoscale.cost.benchmark.grid import Cell
 from lightning_videoscale.data import RandomBatches, VideoDataModule
 from lightning_videoscale.data.planning.shapes import ClipShape
 from tests.cost.benchmark.flow import Flow
@@ -66,6 +69,36 @@ def test_times_and_peaks_grow_with_the_tokens() -> None:
     assert matrix.capacity_bytes is not None
     assert max(m.samples * m.sequence_length for m in measurements) < memory.m_mem(matrix.capacity_bytes)
     assert StepTimeModel.fit(measurements).predict(4, 9216) > StepTimeModel.fit(measurements).predict(1, 9216)
+
+
+class Deep(Flow):
+    """Its gradients take 0.6 GB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = tiny_wan(num_layers=8, num_attention_heads=8, attention_head_dim=128, ffn_dim=4096)
+        self.batches = deque(maxlen=1)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_is_predicted_from_short_clips_is_what_a_long_one_takes(micro_batches: int) -> None:
+    def trainer(**settings: Any) -> pl.Trainer:
+        strategy = vs.SequenceParallelDDPStrategy(1, activation_checkpointing=True, graphs=False)
+        return trainer_with(accelerator="cuda", devices=1, strategy=strategy, precision="bf16-mixed", **settings)
+
+    short = [ClipShape(frames, 64, 64, True) for frames in (1, 2, 3, 4)]  # 1024 tokens a frame
+    matrix = vs.benchmark_shapes(trainer(), Deep(), short, batches=RandomBatches(4), seconds=0.05, progress=False)
+    assert all(0.5e9 < (row.gradient_bytes or 0) < 0.7e9 for row in matrix.rows), matrix.rows
+    model = MemoryModel.fit(matrix.measurements, accumulates=micro_batches > 1)
+
+    batch = RandomBatches(4)(Cell(ClipShape(40, 64, 64, True), 40_960, 1))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    trainer(max_steps=3, accumulate_grad_batches=micro_batches).fit(
+        Deep(), DataLoader([batch] * 3 * micro_batches, batch_size=None)
+    )
+    ratio = torch.cuda.max_memory_allocated() / model.predict(1, 40_960)
+    assert 0.97 < ratio < 1.01 + model.worst_excess, (ratio, model, matrix.rows)
 
 
 def test_shapes_are_timed_by_graphs_as_they_train() -> None:
