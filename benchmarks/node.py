@@ -68,7 +68,7 @@ def tables(gpus: int, shapes: Path) -> Iterator[Table]:
     yield Table("failures", "node/failures", (*pytest, FAILURES))
     yield Table("layouts", "parallel/layouts", ("benchmarks/parallel/layouts.py", "--fit"), True)
     ranks = ("--shapes", str(shapes), "--ranks", str(gpus))
-    yield Table("suite", "suite/today", ("benchmarks/suite.py", *ranks, "--steps", "16"))  # and four that warm up
+    yield Table("suite", "suite/today", ("benchmarks/suite.py", *ranks))
     # Lengths, M_mem and M_comp are those of the predictions; a step of K = 4 takes 40 s.
     budget = ("--longest", "75600", "--m-mem", "2", "--m-comp", "1", "--m-comp-of", "common")
     steps = ("--draws", "0", "--micro-batches", "1", "4", "--steps", "18", "11")  # and those that warm up

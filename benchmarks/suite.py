@@ -5,12 +5,13 @@
 Blocks of Wan-1.3B with random weights train on draws of the standard mix, shards of zeros, in bf16-mixed with
 activation checkpointing, one micro-batch a step. The first variant is what a user has today: Lightning's ``ddp``,
 diffusers' blocks with their own checkpointing, batches of equally many tokens, torch's attention. Each of the others
-adds parts. All train on the same clips for as many steps, and take turns: in every round each runs once, and is
-compared with the first of that round. M_mem is twice the longest sample and M_comp once, for all.
+adds parts. All train a whole epoch, which has the same clips in other batches. They take turns: in every round each
+runs once, and is compared with the first of that round. M_mem is twice the longest sample and M_comp once, for all.
 
 What a training pays once is paid beforehand: the planner's costs are measured with fused kernels, and in a rehearsal
-every variant runs the same steps. There kernels are compiled, attention is measured and cuDNN builds its plans. The
-file has its figures as those of round -1, and they count for nothing.
+every variant runs the same epoch. There kernels are compiled, attention is measured and cuDNN builds its plans. The
+file has its figures as those of round -1, and they count for nothing. Nor does what the first batch waits for: loaders
+start.
 
 A call with some of the variants runs the first one beside them, and goes on with the costs and the rows of the file
 that an earlier call has left; ``call`` says which rows are of one. ``--tiny`` tries the script on CPUs.
@@ -35,7 +36,7 @@ from lightning.pytorch.strategies import DDPStrategy
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import provenance
-from benchmarks.data.balance_figures import columns_of, row_of
+from benchmarks.data.balance_figures import columns_of, figures_of
 from benchmarks.data.balance_mix import mix
 from benchmarks.data.balance_training import Record, budget_of, matrix_of, table_of
 from benchmarks.data.sparse_shards import write_sparse_shards
@@ -56,7 +57,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "planned, fused, attention": ("planned", "fused", "attention"),
     "all": ("planned", "fused", "attention", "graphs"),
 }
-WARM_UP, REHEARSAL = 4, -1
+REHEARSAL = -1
+KEPT = ("tokens_per_second", "samples_per_second", "step_seconds_median", "cv_step_mean", "cv_step_median", "steps")
 Row = dict[str, Any]
 
 
@@ -100,18 +102,23 @@ def train(name: str, shards: str, cost: dict[str, Any], task: dict[str, Any]) ->
         int(os.environ["WORLD_SIZE"]),
         task["tiny"],
         strategy=strategy_of(parts),
-        max_steps=WARM_UP + task["steps"],
+        max_epochs=1,
         callbacks=[record],
     )
     trainer.fit(module_of(parts, task["config"]), data)
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, record.rows)
+    dist.all_gather_object(everyone, _without_start(record.rows))
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    figures = row_of("planned" if "planned" in parts else "equal_token", 1, columns_of(everyone, 1, WARM_UP))
-    kept = ("tokens_per_second", "step_seconds_median", "cv_step_mean", "cv_step_median", "steps")
-    return {"variant": name, **{key: figures[key] for key in kept}}
+    figures = figures_of(columns_of(everyone, 1, warm_up=0))
+    return {"variant": name, **{key: figures[key] for key in KEPT}}
+
+
+def _without_start(rows: list[list[float]]) -> list[list[float]]:
+    """What micro-batches took, without what the first one waited for the loader."""
+    (work, wait, _, *load), *others = rows
+    return [[work, wait, work + wait, *load], *others]
 
 
 def measure(shards: str, cost: dict[str, Any] | None, rows: list[Row], **task: Any) -> None:
@@ -149,6 +156,7 @@ def rows_of(runs: list[Row]) -> list[Row]:
             {
                 "variant": name,
                 "tokens_per_second": statistics.median(run["tokens_per_second"] for run in mine),
+                "samples_per_second": statistics.median(run["samples_per_second"] for run in mine),
                 "over_today": round(statistics.median(over), 4) if over else None,
                 "over_today_of_rounds": [round(ratio, 4) for ratio in over],
                 "cv_step_mean": statistics.median(run["cv_step_mean"] for run in mine),
@@ -167,10 +175,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=10, help="of Wan-1.3B's 30")
     parser.add_argument("--longest", type=int, default=32_760, help="tokens; longer samples are left out")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
-    parser.add_argument("--steps", type=int, default=30, help="that count, of each run")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=0.2, help="per shape of the cost model's measurement")
-    parser.add_argument("--samples", type=int, default=3000, help="draws of the mix")
+    parser.add_argument("--samples", type=int, default=1000, help="draws of the mix, before long ones are left out")
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs: nothing to publish")
     parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
     parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
@@ -178,9 +185,9 @@ def main() -> None:
     commit = options.commit or provenance.commit()
     output = (options.output or provenance.path("suite", "today")).absolute()
     config = TINY_WAN if options.tiny else WAN_1_3B | {"num_layers": options.layers}
-    settings = {name: getattr(options, name) for name in ("ranks", "longest", "steps", "rounds", "samples")}
+    settings = {name: getattr(options, name) for name in ("ranks", "longest", "rounds", "samples")}
     settings |= {"dry_run": options.tiny, "table": provenance.table(options.shapes)}
-    settings |= {"model": config, "warm_up_steps": WARM_UP}
+    settings |= {"model": config}
     done = json.loads(output.read_text()) if output.exists() else {"rows": [], "settings": {}}
     if done["settings"] and (other := provenance.differences(done, "suite", settings)):
         parser.error(f"{output} holds variants of other {', '.join(other)}: name another --output.")
@@ -199,7 +206,6 @@ def main() -> None:
             rows=done["rows"],
             config=config,
             variants=list(dict.fromkeys([TODAY, *options.variants])),
-            steps=options.steps,
             rounds=options.rounds,
             seconds=options.seconds,
             tiny=options.tiny,

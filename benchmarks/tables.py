@@ -16,7 +16,15 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         *("model", "tokens", "mode", "strategy", "layout", "transport", "schedule", "ulysses", "ring", "dp"),
         *("step_ms", "per_gpu_over_whole_clips", "eager_over_this", "over_best", "reserved_gib", "refused"),
     ),
-    "suite": ("variant", "steps", "tokens_per_second", "over_today", "cv_step_mean", "cv_step_median"),
+    "suite": (
+        "variant",
+        "steps",
+        "samples_per_second",
+        "tokens_per_second",
+        "over_today",
+        "cv_step_mean",
+        "cv_step_median",
+    ),
 }
 """By benchmark, what a table shows of a row."""
 

@@ -13,7 +13,7 @@ second is out of memory. Their allocator has expandable segments, as the model c
 gaps between them. ``at_m_mem`` is what ``budget="auto"`` would take, which keeps a share free, by the default
 allocator. What lies beside the allocator, such as the CUDA context, is not under the cap.
 
-Cells of one GPU run two at a time, as only memory is measured. Every finished cell is in the output file at once; a
+Cells run beside each other, three to a GPU, as only memory is measured. Every finished cell is in the output file at once; a
 call goes on with the others. ``--tiny`` tries the script on CPUs, where memory has no such end and nothing is
 predicted.
 """
@@ -29,7 +29,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import timedelta
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -66,7 +65,7 @@ ATTEMPTS = {
 }
 """A share of which length, and settings of the allocator."""
 EXPECTED = {"at_0.95": "trained", "at_1.05": "out_of_memory"}
-GPUS = 2
+GPUS, CELLS_OF_A_GPU = 2, 3
 STEPS = 3  # AdamW's states are made at the end of the first
 Row = dict[str, Any]
 
@@ -181,24 +180,16 @@ def measure(cell: Cell, gpus: list[int], **task: Any) -> Row:
 
 
 def rows_of(cells: list[Cell], **task: Any) -> Iterator[Row]:
-    """The rows of cells, as they are finished: those of one GPU first, each GPU measuring one after the other."""
-    free: SimpleQueue[int] = SimpleQueue()
-    for gpu in range(GPUS):
-        free.put(gpu)
-
-    def alone(cell: Cell) -> Row:
-        gpu = free.get()
-        try:
-            return measure(cell, [gpu], **task)
-        finally:
-            free.put(gpu)
-
-    with ThreadPoolExecutor(GPUS) as pool:
-        for done in as_completed([pool.submit(alone, cell) for cell in cells if cell.gpus == 1]):
-            yield done.result()
-    for cell in cells:
-        if cell.gpus > 1:
-            yield measure(cell, list(range(GPUS)), **task)
+    """The rows of cells, as they are finished: those of one GPU first."""
+    for gpus in (1, GPUS):
+        mine = [cell for cell in cells if cell.gpus == gpus]
+        with ThreadPoolExecutor(CELLS_OF_A_GPU * GPUS // gpus) as pool:
+            runs = [
+                pool.submit(measure, cell, [number % GPUS] if gpus == 1 else list(range(GPUS)), **task)
+                for number, cell in enumerate(mine)
+            ]
+            for done in as_completed(runs):
+                yield done.result()
 
 
 def main() -> None:

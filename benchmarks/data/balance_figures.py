@@ -64,6 +64,7 @@ def figures_of(c: Columns, waits: Waits = "steps") -> dict[str, Any]:
     return {
         "steps": len(wall),
         "tokens_per_second": counted / float(wall.sum()),
+        "samples_per_second": float((c["samples"] * c["counts"]).sum() / wall.sum()),
         "ceiling_tokens_per_second": ceiling,
         "share_of_ceiling": counted / float(wall.sum()) / ceiling,
         "share_of_measured_compute": float(compute.mean(axis=1).sum() / wall.sum()),
