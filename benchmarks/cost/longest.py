@@ -13,8 +13,8 @@ second is out of memory. Their allocator has expandable segments, as the model c
 gaps between them. ``at_m_mem`` is what ``budget="auto"`` would take, which keeps a share free, by the default
 allocator. What lies beside the allocator, such as the CUDA context, is not under the cap.
 
-Cells run beside each other, three to a GPU, as only memory is measured. Every finished cell is in the output file at once; a
-call goes on with the others. ``--tiny`` tries the script on CPUs, where memory has no such end and nothing is
+Cells run beside each other, three to a GPU, as only memory is measured. Every finished cell is in the output file at
+once; a call goes on with the others. ``--tiny`` tries the script on CPUs, where memory has no such end and nothing is
 predicted.
 """
 
