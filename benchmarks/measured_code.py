@@ -76,6 +76,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "predictions/finetuning": (f"{_PARALLEL}/layout",),
     "predictions/replayed_balances": _PLANNING,
     "predictions/scaling": (*_PLANNING, f"{_PARALLEL}/layout"),
+    "strategies/allocator": _FUSED,
     "strategies/background_checkpoints": ("lightning_videoscale/strategies/checkpoints",),
     "strategies/garbage_collection": ("lightning_videoscale/garbage.py", "lightning_videoscale/strategies/garbage.py"),
     "suite": (*_FUSED, *_PLANNING, "lightning_videoscale/attention"),
