@@ -91,6 +91,15 @@ def nothing_compiled() -> Iterator[None]:
         torch._dynamo.reset()
 
 
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """Takes back for one test that what was imported is frozen, as strategies leave alone who does that."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[[int], ProcessPool]]:
     """`ranks(4)` is a pool of four gloo processes.

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 
 import pytest
 
 from lightning_videoscale.garbage import ShortCollections
 
+pytestmark = pytest.mark.usefixtures("nothing_frozen")
+
 
 class Cycle:
     def __init__(self) -> None:
         self.me = self
-
-
-@pytest.fixture(autouse=True)
-def nothing_frozen() -> Iterator[None]:
-    """The suite freezes what it has imported, which is what `ShortCollections` leaves alone."""
-    gc.unfreeze()
-    yield
-    gc.collect()
-    gc.freeze()
 
 
 def test_what_is_new_is_collected_and_what_was_there_is_not_looked_at() -> None:

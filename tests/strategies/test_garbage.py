@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,14 +13,7 @@ from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from tests.distributed.wan_training import RectifiedFlow
 from tests.strategies.fsdp2.training import clips, trainer
 
-
-@pytest.fixture(autouse=True)
-def nothing_frozen() -> Iterator[None]:
-    """The suite freezes what it has imported, and a strategy leaves alone who does that."""
-    gc.unfreeze()
-    yield
-    gc.collect()
-    gc.freeze()
+pytestmark = pytest.mark.usefixtures("nothing_frozen")
 
 
 class Places(pl.Callback):
