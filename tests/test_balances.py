@@ -22,7 +22,7 @@ from benchmarks.data.balance_figures import FIELDS, Waits, columns_of, figures_o
 from benchmarks.data.balance_mix import table_of_draw
 from benchmarks.data.balances import BALANCES, runs_of
 from benchmarks.predictions import replayed_balances
-from benchmarks.predictions.replay import Replay
+from benchmarks.predictions.replay import Replay, costs_of
 from benchmarks.predictions.replayed_balances import checks
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data.planning import BucketPlanner
@@ -95,7 +95,7 @@ def measured(factor: float, overhead: float, **named: Any) -> dict[str, Any]:
 def test_a_check_takes_what_comes_beside_micro_batches_from_the_other_runs() -> None:
     one = {"micro_batches": 1}
     rows = [measured(1.0, 0.5), measured(1.0, 1.0, **one), measured(1.0, 2.0, **one, draw=1)]
-    found = list(checks(rows, replay("steps")))
+    found = list(checks(rows, TABLE, COSTS.fit, "steps"))
     assert [row["overhead_s"] for row in found] == pytest.approx([1.5, 2.0, 1.0])
     measured_steps, replayed_steps = [24.5, 25, 26], [25.5, 26, 25]
     errors = [m / r - 1 for m, r in zip(measured_steps, replayed_steps, strict=True)]
@@ -103,7 +103,19 @@ def test_a_check_takes_what_comes_beside_micro_batches_from_the_other_runs() -> 
     errors = [r / m - 1 for m, r in zip(measured_steps, replayed_steps, strict=True)]
     assert [row["error_of_waits"] for row in found] == pytest.approx(errors), "of seconds"
     assert replay("slots").overhead(rows[1:], 4) == pytest.approx(4 * replay("slots").overhead(rows[1:], 1))
-    assert next(checks([measured(1.1, 0.0)], replay("steps")))["compute_over_table"] == pytest.approx(1.1)
+    assert next(checks([measured(1.1, 0.0)], TABLE, COSTS.fit, "steps"))["compute_over_table"] == pytest.approx(1.1)
+
+
+def test_shapes_that_other_runs_have_seen_often_take_what_they_took_there() -> None:
+    runs = [measured(factor, 0.0) for factor in (1.0, 1.1, 1.2, 9.0)]
+    costs = costs_of(TABLE, runs, but=runs[-1])
+    short = [SHORT * factor for factor in (1.0, 1.0, 1.1, 1.1, 1.2, 1.2)]
+    assert costs.predict([1, 1, 2], [100, 200, 100]) == pytest.approx(
+        [np.quantile(short, 0.25), MIDDLE * 1.05, TABLE[1]["seconds"]], rel=1e-3
+    )
+    noise = costs.noise(np.ones(4000), np.full(4000, 100), np.random.default_rng(0))
+    assert pytest.approx(float(np.mean(noise)) * float(costs.predict(1, 100)), rel=0.005) == SHORT * 1.1
+    assert costs_of(TABLE, runs[:1]).predict(1, 200) == pytest.approx(MIDDLE), "seen once, which says little"
 
 
 def test_a_group_takes_as_long_as_its_slowest_rank() -> None:

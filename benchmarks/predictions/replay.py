@@ -1,12 +1,14 @@
 """What steps would take, by what their micro-batches were measured to take: a rank's sum, and the slowest rank's time.
 
-A micro-batch takes what `ReplayedCosts` says of its shape, with the noise that was measured. A step takes what the
+A micro-batch takes what `ReplayedCosts` says of its shape, with the noise that was measured: in the table of costs, or
+in other runs, which see a shape more often than the table, and in the middle of a training. A step takes what the
 slowest rank does, by where ranks wait (`Waits`). Then comes what every step takes beside its micro-batches: the
 optimizer, and the exchange that nothing hides.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +21,35 @@ from lightning_videoscale.cost import StepTimeModel
 from lightning_videoscale.data.planning.epoch_plan import EpochPlan
 
 Row = Mapping[str, Any]
+OFTEN = 3
+"""How often runs must have seen a shape, that they say more than the table."""
+
+
+def costs_of(table: Sequence[Row], runs: Sequence[Row], but: Row | None = None) -> ReplayedCosts:
+    """What micro-batches take by the table of costs, and by all runs but one.
+
+    Args:
+        table: Rows of a `ShapeMatrix`.
+        runs: Rows of `data/balances`.
+        but: The run that is left out.
+    """
+    seen: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for run in runs:
+        if run is not but:
+            columns = (np.ravel(run[name]) for name in ("samples", "sequence_lengths", "micro_batch_seconds"))
+            for samples, length, seconds in zip(*columns, strict=True):
+                seen[int(samples), int(length)].append(float(seconds))
+    often = {shape: _measured_often(*shape, seconds) for shape, seconds in seen.items() if len(seconds) >= OFTEN}
+    others = [row for row in table if (row["samples"], row["sequence_length"]) not in often]
+    return ReplayedCosts.of_rows([*others, *often.values()])
+
+
+def _measured_often(samples: int, length: int, seconds: Sequence[float]) -> Row:
+    """As a row of the table; the spread is one whose noise, `ReplayedCosts.noise`, has the mean that was measured."""
+    quartile = float(np.quantile(seconds, 0.25))
+    spread = 3 * (float(np.mean(seconds)) / quartile - 1)
+    shape = {"samples": samples, "sequence_length": length}
+    return shape | {"outcome": "measured", "seconds": quartile, "spread": max(spread, 0.0)}
 
 
 class Replay(NamedTuple):

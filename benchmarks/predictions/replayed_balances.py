@@ -32,13 +32,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
-from benchmarks.callbacks.replayed_costs import ReplayedCosts
-from benchmarks.data.balance_figures import figures_of
+from benchmarks.data.balance_figures import Waits, figures_of
 from benchmarks.data.balance_mix import DRAWS, table_of_draw
 from benchmarks.data.balance_training import budget_of
 from benchmarks.data.balances import BALANCES, M_COMP_OF, best_m_comp
 from benchmarks.launch import say
-from benchmarks.predictions.replay import Replay
+from benchmarks.predictions.replay import Replay, costs_of
 from lightning_videoscale.cost import StepTimeModel
 from lightning_videoscale.data.planning import BucketPlanner, SampleTable
 from lightning_videoscale.data.planning.shapes import Clips
@@ -69,9 +68,10 @@ class Mix(NamedTuple):
     tables: Sequence[SampleTable]
 
 
-def checks(rows: Sequence[Row], replay: Replay) -> Iterator[Row]:
-    """The steps of each measured run, replayed: means over the noise."""
+def checks(rows: Sequence[Row], table: Sequence[Row], step_time: StepTimeModel, waits: Waits) -> Iterator[Row]:
+    """The steps of each measured run, replayed by the table of costs and the other runs: means over the noise."""
     for row in rows:
+        replay = Replay(costs_of(table, rows, but=row), step_time, waits)
         overhead = replay.overhead(rows, row["micro_batches"], but=row)
         found = [
             figures_of(replay.of_row(row, overhead, np.random.default_rng(seed)), replay.waits)
@@ -171,10 +171,10 @@ def main() -> None:
     settings, table = result["settings"], provenance.table(options.shapes)
     if "cost_table" not in settings or settings["mix"]["table"] != table:
         parser.error(f"{options.result} has no table of costs, or is of other clips than {options.shapes}.")
-    costs, step_time = ReplayedCosts.of_rows(settings["cost_table"]), StepTimeModel.from_dict(settings["cost"])
-    replay = Replay(costs, step_time, settings["ranks_wait"])
+    costs, step_time = settings["cost_table"], StepTimeModel.from_dict(settings["cost"])
+    replay = Replay(costs_of(costs, result["rows"]), step_time, settings["ranks_wait"])
     rows = []
-    for row in checks(result["rows"], replay):
+    for row in checks(result["rows"], costs, step_time, replay.waits):
         rows.append(row)
         show(row)
     if rows:
