@@ -2,10 +2,10 @@
 
     python benchmarks/strategies/allocator.py    # on one GPU
 
-Blocks of Wan-1.3B train with activation checkpointing on micro-batches of the standard mix, each as large as the
-memory model lets it be under a cap, in an order of its own in every round. Each variant is a process of its own, and
-they take turns. ``excess_seconds`` is what steps took beyond the fastest of their shape, in each round; an allocator
-that has no block of the right size asks the driver for one, and if that has none left, gives all back and waits.
+Blocks of Wan-1.3B train with activation checkpointing under a cap of memory, on micro-batches of the standard mix, each
+of as many samples as --tokens leave room for, in an order of its own in every round. Each variant is a process of its
+own, and they take turns. ``excess_seconds`` is what steps took beyond the fastest of their shape, in each round. An
+allocator that has no block of the right size asks the driver for one; if that has none left, it gives all back first.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 A Wan with random weights trains on one short clip a rank, so that steps wait for the host. Both variants take turns.
 ``full_passes`` are those of rank 0 in the steps that count. They lie between steps 64 and 128, after which the
-strategies collect.
+strategies collect. ``compute_cv`` is std / mean of the ranks' compute times in a step.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def train(variant: str, config: dict[str, int], warm_up: int, steps: int, tiny: 
         "longest_pass_seconds": max(passes.seconds, default=0.0),
         "step_seconds_mean": float(total.max(axis=1).mean()),
         "step_seconds_median": float(np.median(total.max(axis=1))),
-        "cv_step_mean": float(cv.mean()),
-        "cv_step_median": float(np.median(cv)),
-        "cv_step_p95": float(np.quantile(cv, 0.95)),
+        "compute_cv_mean": float(cv.mean()),
+        "compute_cv_median": float(np.median(cv)),
+        "compute_cv_p95": float(np.quantile(cv, 0.95)),
     }
 
 

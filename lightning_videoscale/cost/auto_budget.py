@@ -63,7 +63,7 @@ class AutoBudget:
         step_time: StepTimeModel | None,
         module: nn.Module | None,
         best: BestCompute,
-        accumulates: bool = True,
+        accumulates: bool,
     ) -> tuple[Calibration, str]:
         """Finds costs, then M_mem, then M_comp.
 

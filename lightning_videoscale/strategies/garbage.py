@@ -18,26 +18,25 @@ class CollectsTogether(StrategyPart):
     have after steps 1, 2, 4, 8 and so on, and before validation. In between they look only at what is new.
     """
 
+    _steps_of_run: int  # which `ChoosesByMeasuring` counts, behind this part
+
     def _init_collections(self) -> None:
         self._collections = ShortCollections()
-        self._steps_collected = 0
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, *args, **kwargs)
-        self._steps_collected += 1
-        if self._steps_collected & (self._steps_collected - 1) == 0:
+        if self._steps_of_run & (self._steps_of_run - 1) == 0:
             self._collections.renew()
         return result
 
     @override
     def on_validation_start(self) -> None:
-        if self._steps_collected:
+        if self._steps_of_run:
             self._collections.renew()
         super().on_validation_start()
 
     @override
     def teardown(self) -> None:
         self._collections.end()
-        self._steps_collected = 0
         super().teardown()
