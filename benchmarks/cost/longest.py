@@ -129,7 +129,7 @@ def fit(cell: Cell, config: Row, cap_bytes: float, tiny: bool) -> Row:
     if tiny:
         return {"longest_fitted_tokens": lengths[-1], "predicted_tokens": lengths[-1], "m_mem": lengths[-1]}
     model = MemoryModel.fit(matrix.measurements, accumulates=False)
-    peaks = ("peak_bytes", "first_peak_bytes", "gradient_bytes")
+    peaks = ("peak_bytes", "first_peak_bytes", "start_bytes")
     return {
         "fitted_peaks": [
             {"tokens": m.samples * m.sequence_length} | {name: getattr(m, name) for name in peaks}

@@ -39,7 +39,7 @@ class MatrixRow:
             what CUDA graphs keep; None where it cannot be measured.
         by_graph: Whether the network ran by CUDA graphs on all ranks.
         first_peak_bytes: As `peak_bytes`, of the first micro-batch of a step, see `Measurement`.
-        gradient_bytes: What is dropped before that one's backward, the least of all ranks.
+        start_bytes: As `first_peak_bytes`, before it has gradients of its own.
     """
 
     frames: int
@@ -54,7 +54,7 @@ class MatrixRow:
     peak_bytes: float | None = None
     by_graph: bool = False
     first_peak_bytes: float | None = None
-    gradient_bytes: float | None = None
+    start_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class ShapeMatrix:
                 row.peak_bytes,
                 by_graph=row.by_graph,
                 first_peak_bytes=row.first_peak_bytes,
-                gradient_bytes=row.gradient_bytes,
+                start_bytes=row.start_bytes,
             )
             for row in self.rows
             if row.outcome == "measured" and row.seconds is not None
@@ -145,7 +145,7 @@ class ShapeMatrix:
 def _row(row: MatrixRow) -> MatrixRow:
     """Returns a row of a file, which somebody may have edited: text for a number would be multiplied as text."""
     counts = all(type(n) is int and n > 0 for n in (row.samples, row.sequence_length))
-    amounts = all(map(_is_amount, (row.seconds, row.peak_bytes, row.first_peak_bytes, row.gradient_bytes)))
+    amounts = all(map(_is_amount, (row.seconds, row.peak_bytes, row.first_peak_bytes, row.start_bytes)))
     if not (counts and amounts and row.outcome in get_args(RowOutcome)):
         raise ValueError(f"{row} has other numbers than positive ones, or an outcome not of {get_args(RowOutcome)}")
     return row

@@ -18,7 +18,7 @@ class Measurement(NamedTuple):
         by_graph: Whether it ran by CUDA graphs, so that it did not wait for the host.
         first_peak_bytes: As `peak_bytes`, where it is the first micro-batch of its step: gradients of the step before
             are there in its forward, and dropped before its backward.
-        gradient_bytes: Of these gradients.
+        start_bytes: Of that one, the most that it takes in training before gradients of its own are there.
     """
 
     samples: int
@@ -28,4 +28,4 @@ class Measurement(NamedTuple):
     dp_rank: int = 0
     by_graph: bool = False
     first_peak_bytes: float | None = None
-    gradient_bytes: float | None = None
+    start_bytes: float | None = None

@@ -40,9 +40,9 @@ class MemoryModel:
         fixed: Bytes without any token: weights, gradients, optimizer states, buffers.
         per_token: Bytes of activations per token.
         worst_excess: Largest relative excess of a measured peak over the prediction, at or above 0.
-        at_start: Where a step has one micro-batch: when its backward starts, and has no gradients yet. With
-            checkpointed activations that is the peak of long samples, whose activations are freed as gradients come.
-            None: gradients are there all the time.
+        at_start: Where a step has one micro-batch: before gradients of its own are there. With checkpointed
+            activations that is the peak of long samples, whose activations are freed as gradients come. None: it was
+            not measured, or gradients of earlier micro-batches are there all the time.
     """
 
     fixed: float
@@ -66,12 +66,7 @@ class MemoryModel:
         first = [(_tokens(m), m.first_peak_bytes) for m in samples if m.first_peak_bytes is not None]
         if accumulates or len(first) < len(later):
             return cls._over(later, None)
-        # With and without gradients of before, the start of backward differs by these alone.
-        at_start = [
-            (_tokens(m), m.peak_bytes - m.gradient_bytes)
-            for m in samples
-            if m.peak_bytes is not None and m.gradient_bytes is not None
-        ]
+        at_start = [(_tokens(m), m.start_bytes) for m in samples if m.start_bytes is not None]
         return cls._over(first, _line(at_start) if len(at_start) == len(first) else None)
 
     @classmethod

@@ -37,9 +37,9 @@ def peaks_of_steps(tokens: int) -> tuple[float, float]:
     return start + gradients, max(start, states + gradients + block)
 
 
-def measured(tokens: int, gradient_bytes: float | None = 2 * GIB) -> Measurement:
+def measured(tokens: int) -> Measurement:
     later, first = peaks_of_steps(tokens)
-    return Measurement(1, tokens, 1.0, later, first_peak_bytes=first, gradient_bytes=gradient_bytes)
+    return Measurement(1, tokens, 1.0, later, first_peak_bytes=first, start_bytes=later - 2 * GIB)
 
 
 @pytest.mark.parametrize("capacity", [9 * GIB, 16 * GIB, 20 * GIB, 80 * GIB])
@@ -56,7 +56,7 @@ def test_a_step_of_one_micro_batch_has_no_gradients_when_its_backward_starts(cap
 def test_older_measurements_and_gradients_that_stay_are_as_those_of_several_micro_batches() -> None:
     peaks = [measured(tokens)._replace(first_peak_bytes=None) for tokens in (2048, 4096, 8192)]
     assert MemoryModel.fit(peaks, accumulates=False) == MemoryModel.fit(peaks)
-    stay = [m._replace(first_peak_bytes=m.peak_bytes, gradient_bytes=None) for m in peaks]
+    stay = [m._replace(first_peak_bytes=m.peak_bytes, start_bytes=None) for m in peaks]
     assert MemoryModel.fit(stay, accumulates=False) == MemoryModel.fit(stay)
 
 

@@ -133,6 +133,8 @@ def _measure(
     # Right after a step that was not reduced: under DDP, its gradients lie beside the buckets.
     steps.run(batch, is_first=False)
     later_peak, later_graphs = steps.peak_bytes, steps.graph_bytes
+    if with_states:
+        steps.run(batch)  # here DDP makes its buckets anew, beside the old ones
     steps.reset_peak()
     repeats = min(max(math.ceil(seconds / first), _REPEATS[0]), _REPEATS[1])
     if is_warm_up := first < seconds or steps.until_graphs > 0:
@@ -144,6 +146,8 @@ def _measure(
         steps.run(batch)
     times = steps.read_times()
     by_graph = all_by_graph(before, steps.graph_calls)
+    if later_peak is not None:
+        later_peak += steps.graph_bytes - later_graphs
     mine = [t.work for t in times]
     # What disturbs a step, such as other work on the host, only makes it longer.
     quartile = float(np.quantile(mine, 0.25))
@@ -153,9 +157,9 @@ def _measure(
         spread=ranks.largest((max(mine) - min(mine)) / quartile),
         wait_seconds=ranks.median(statistics.median(t.wait for t in times)),
         by_graph=ranks.all(by_graph, "not running by CUDA graphs"),
-        peak_bytes=ranks.largest_of(None if later_peak is None else later_peak + steps.graph_bytes - later_graphs),
+        peak_bytes=ranks.largest_of(later_peak),
         first_peak_bytes=ranks.largest_of(steps.peak_bytes),
-        gradient_bytes=ranks.smallest(steps.dropped_bytes) or None,
+        start_bytes=ranks.largest_of(steps.start_bytes(later_peak)),
     )
 
 

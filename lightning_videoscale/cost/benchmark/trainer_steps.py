@@ -39,6 +39,7 @@ class RealSteps:
         self._timer = StepTimer(trainer)
         self._stateless = _stateless(trainer)
         self._dropped_bytes = 0.0
+        self._forward_peak: float | None = None
         takes_index = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
         self._index = (0,) if takes_index else ()
 
@@ -87,6 +88,7 @@ class RealSteps:
             raise ValueError(f"training_step returned {output!r} for a synthetic batch; the benchmark needs a loss.")
         if is_first:
             before = self._allocated_bytes
+            self._forward_peak = self._forward_peak or self._tensors_peak
             for optimizer in trainer.optimizers:
                 module.optimizer_zero_grad(trainer.current_epoch, 0, optimizer)
             self._dropped_bytes = max(0.0, before - self._allocated_bytes)
@@ -128,10 +130,21 @@ class RealSteps:
     def _allocated_bytes(self) -> float:
         return float(torch.cuda.memory_allocated(self._device)) if self._device.type == "cuda" else 0.0
 
-    @property
-    def dropped_bytes(self) -> float:
-        """Of the gradients that the last first micro-batch has dropped; 0 where they stay, or nobody counts."""
-        return self._dropped_bytes
+    def start_bytes(self, later_peak: float | None) -> float | None:
+        """Most that a first micro-batch takes in training before gradients of its own are there; None: nobody counts.
+
+        Args:
+            later_peak: `peak_bytes` of one with the same samples that was not the first.
+        """
+        if later_peak is None or self._forward_peak is None:
+            return None
+        if self._dropped_bytes:
+            # With and without gradients of before, the start of backward differs by these alone.
+            return later_peak - self._dropped_bytes
+        # DDP makes its buckets anew in the second step, while gradients of the first, which are views, hold the old.
+        model = self._trainer.strategy.model
+        are_views = isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view
+        return self._forward_peak + self.graph_bytes + (self.gradient_bytes if are_views else 0.0)
 
     @property
     def gradient_bytes(self) -> float:
@@ -141,6 +154,7 @@ class RealSteps:
 
     def reset_peak(self) -> None:
         """Lets the peak start again."""
+        self._forward_peak = None
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -150,9 +164,12 @@ class RealSteps:
 
         What CUDA graphs keep comes on top: between two replays the allocator takes it for free, and gives it to nobody.
         """
-        if self._device.type != "cuda":
-            return None
-        return float(torch.cuda.max_memory_allocated(self._device) + self.graph_bytes)
+        tensors = self._tensors_peak
+        return None if tensors is None else tensors + self.graph_bytes
+
+    @property
+    def _tensors_peak(self) -> float | None:
+        return float(torch.cuda.max_memory_allocated(self._device)) if self._device.type == "cuda" else None
 
     @property
     def graph_bytes(self) -> int:
