@@ -10,12 +10,15 @@ from typing_extensions import override
 from lightning_videoscale.garbage import ShortCollections
 from lightning_videoscale.strategies.parent import StrategyPart
 
+_FIRST = 4
+"""After as many steps a run has made what it keeps: kernels, graphs, states of optimizers."""
+
 
 class CollectsTogether(StrategyPart):
     """Goes before a Lightning strategy in the bases of a class; part of `SequenceParallelMixin`.
 
     Left alone, a rank collects in the middle of a step, and all others wait for it. Here all ranks collect what they
-    have after steps 1, 2, 4, 8 and so on, and before validation. In between they look only at what is new.
+    have after steps 4, 8, 16 and so on, and before validation. In between they look only at what is new.
     """
 
     _steps_of_run: int  # which `ChoosesByMeasuring` counts, behind this part
@@ -26,7 +29,8 @@ class CollectsTogether(StrategyPart):
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, *args, **kwargs)
-        if self._steps_of_run & (self._steps_of_run - 1) == 0:
+        steps = self._steps_of_run
+        if steps >= _FIRST and steps & (steps - 1) == 0:
             self._collections.renew()
         return result
 
