@@ -12,7 +12,7 @@ class ShortCollections:
     quarter of a second, and on each rank at another time. What `renew` finds is not looked at again.
 
     It is freed as ever once nothing refers to it. Only what is part of a cycle stays until the next `renew` or `end`.
-    Nothing changes where the collector is off, or where somebody else has called ``gc.freeze`` before the first `renew`.
+    Nothing changes where the collector is off, or where somebody else had called ``gc.freeze`` before.
     """
 
     def __init__(self) -> None:
