@@ -11,7 +11,7 @@ from lightning_videoscale.garbage import ShortCollections
 from lightning_videoscale.strategies.parent import StrategyPart
 
 _FIRST = 4
-"""After as many steps a run has made what it keeps: kernels, graphs, states of optimizers."""
+"""Before, a run still makes much of what it keeps, such as kernels and the states of optimizers."""
 
 
 class CollectsTogether(StrategyPart):

@@ -157,6 +157,7 @@ def compare(cases: list[Case], folder: Path) -> list[Errors]:
     errors = []
     for case in cases:
         got = train(case)
+        # The unpickler of only weights is in Python, and took 8 % of all this.
         expected = Outcome(*torch.load(case.file(folder), map_location="cpu", weights_only=False))
         assert len(got.gradients) == len(expected.gradients) == case.steps
         gradients = max(map(gradient_error, map(_on_host, got.gradients), expected.gradients))

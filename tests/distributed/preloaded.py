@@ -1,6 +1,7 @@
 """What workers on CPUs need, imported once in the process that they are forked from.
 
-Also what is imported late, by the first compilation, run of DDP or DeepSpeed, or URL: two seconds of every worker else.
+Also what is imported late, by the first compilation, the first URL, the first run of DDP or DeepSpeed: two seconds of
+every worker else.
 """
 
 import gc
