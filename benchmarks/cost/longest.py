@@ -9,9 +9,8 @@ GPUs: each of these and each pair of them is in equally many cells.
 The model is fitted to steps at short lengths as ``budget="auto"`` fits it, by `benchmark_shapes` and `MemoryModel`, and
 says how many tokens a cap of memory holds, with no share of it kept free. Then new processes, whose allocator is held
 to that cap, take three steps at 0.95 and at 1.05 of this length: ``as_predicted`` is where the first trains and the
-second is out of memory. Their allocator has expandable segments, as the model counts the bytes of tensors and not the
-gaps between them. ``at_m_mem`` is what ``budget="auto"`` would take, which keeps a share free, by the default
-allocator. What lies beside the allocator, such as the CUDA context, is not under the cap.
+second is out of memory. ``at_m_mem`` is what ``budget="auto"`` would take, which keeps a share free. What lies beside
+the allocator, such as the CUDA context, is not under the cap.
 
 Cells run beside each other, three to a GPU, as only memory is measured. Every finished cell is in the output file at
 once; a call goes on with the others. ``--tiny`` tries the script on CPUs, where memory has no such end and nothing is
@@ -57,13 +56,12 @@ TOKENS_PER_FRAME = (SIDE // 2) ** 2
 ROPE = {"rope_max_seq_len": 8192}  # frames that the rotary table has
 FITTED = {False: (1024, 2048, 3072, 4096), True: (2048, 4096, 8192, 12288)}  # tokens of a GPU, by checkpointing
 TINY_FITTED = (128, 256, 512)
-EXPANDABLE = "expandable_segments:True"
 ATTEMPTS = {
-    "at_0.95": ("predicted_tokens", 0.95, EXPANDABLE),
-    "at_1.05": ("predicted_tokens", 1.05, EXPANDABLE),
-    "at_m_mem": ("m_mem", 1.0, ""),
+    "at_0.95": ("predicted_tokens", 0.95),
+    "at_1.05": ("predicted_tokens", 1.05),
+    "at_m_mem": ("m_mem", 1.0),
 }
-"""A share of which length, and settings of the allocator."""
+"""A share of which length."""
 EXPECTED = {"at_0.95": "trained", "at_1.05": "out_of_memory"}
 GPUS, CELLS_OF_A_GPU = 2, 3
 STEPS = 3  # AdamW's states are made at the end of the first
@@ -169,11 +167,9 @@ def measure(cell: Cell, gpus: list[int], **task: Any) -> Row:
     """The row of a cell, on these GPUs."""
     say(str(cell))
     row = cell._asdict() | launch(__file__, cell.gpus, gpus, cell=cell, tokens=None, **task)
-    for name, (length, factor, allocator) in ATTEMPTS.items():
+    for name, (length, factor) in ATTEMPTS.items():
         tokens = round(factor * row[length] / TOKENS_PER_FRAME) * TOKENS_PER_FRAME
-        environment = {"PYTORCH_CUDA_ALLOC_CONF": allocator}
-        found = launch(__file__, cell.gpus, gpus, environment, cell=cell, tokens=tokens, **task)
-        row[name] = {"tokens": tokens} | found
+        row[name] = {"tokens": tokens} | launch(__file__, cell.gpus, gpus, cell=cell, tokens=tokens, **task)
     is_as_expected = {name: row[name]["outcome"] == outcome for name, outcome in EXPECTED.items()}
     row["as_predicted"] = None if task["tiny"] else all(is_as_expected.values())
     return row

@@ -1,12 +1,12 @@
-"""What new shapes cost the allocator of CUDA's memory: as torch has it by default, and with expandable segments.
+"""What new shapes cost the allocator of CUDA's memory: in segments of fixed sizes, and in expandable ones.
 
     python benchmarks/strategies/allocator.py    # on one GPU
 
 Blocks of Wan-1.3B train with activation checkpointing under a cap of memory, on micro-batches of the standard mix,
 each of as many samples as --tokens leave room for, in an order of its own in every round. Each variant is a process
-of its own, and they take turns; one before, which does not count, compiles kernels and measures attention.
-``excess_seconds`` is what steps took beyond the fastest of their shape, in each round. An allocator that has no block
-of the right size asks the driver for one; if that has none left, it gives all back first.
+of its own, and they take turns. ``excess_seconds`` is what steps took beyond the fastest of their shape, in each
+round. An allocator that has no block of the right size asks the driver for one; if that has none left, it gives all
+back first. The strategies expand segments where the environment does not say otherwise.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from lightning_videoscale.data.planning.shapes import ClipShape
 from lightning_videoscale.injection import inject_fused_kernels
 
 BENCHMARK = "strategies/allocator"
-VARIANTS = {"default": "", "expandable segments": "expandable_segments:True"}
+FIXED = "expandable_segments:False"
+VARIANTS = {"fixed": FIXED, "expandable": ""}
 STATS = (
     *("num_alloc_retries", "num_device_alloc", "num_device_free"),
     *("reserved_bytes.all.peak", "allocated_bytes.all.peak"),
@@ -116,7 +117,7 @@ def main() -> None:
     config = TINY_WAN if options.tiny else WAN_1_3B | {"num_layers": options.layers}
     cells = cells_of(options.shapes, 3000, options.cells, options.tokens, options.tiny)
     task = {"config": config, "cells": cells, "rounds": options.rounds, "cap_gib": options.cap_gib}
-    launch(__file__, 1, (), {"PYTORCH_CUDA_ALLOC_CONF": ""}, tiny=options.tiny, **task | {"rounds": 1})
+    launch(__file__, 1, (), {"PYTORCH_CUDA_ALLOC_CONF": FIXED}, tiny=options.tiny, **task | {"rounds": 1})
     runs: dict[str, list[dict[str, Any]]] = {variant: [] for variant in VARIANTS}
     for _ in range(options.runs):
         for variant, allocator in VARIANTS.items():

@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
@@ -30,6 +31,7 @@ from lightning_videoscale.compat.lightning import (
     transferred,
 )
 from lightning_videoscale.compat.lightning.training_loop import batches_begun
+from lightning_videoscale.compat.torch.allocator import expand_segments
 from lightning_videoscale.graphs import EAGER_CALLS, GraphMode
 from lightning_videoscale.parallel import check_loss
 from lightning_videoscale.strategies.batches.group_batches import GroupBatches
@@ -165,6 +167,11 @@ class SequenceParallelMixin(
                 self.cluster_environment.main_address, self._place, self._look, lambda: self._end_processes(0.0)
             )
         self._settings.check_agreement()
+        if self.root_device.type == "cuda" and expand_segments():
+            rank_zero_info(
+                "CUDA's memory is allocated in expandable segments, as micro-batches differ in size. Setting "
+                "PYTORCH_ALLOC_CONF leaves it as it is."
+            )
         self._failed = False
         self._make_mesh(devices_per_node, timeout)
 

@@ -1,5 +1,6 @@
 """Private names of PyTorch, read in 2.11 and 2.13, a file for each part of it.
 
+`allocator`       how CUDA's memory is allocated
 `attention`       the kernels of scaled dot product attention, which return the log-sum-exp
 `autograd`        the dispatcher and the autograd engine
 `cuda`            streams and assertions on a device
