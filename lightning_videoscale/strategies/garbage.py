@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from torch.optim import Optimizer
@@ -18,13 +19,20 @@ class CollectsTogether(StrategyPart):
     """Goes before a Lightning strategy in the bases of a class; part of `SequenceParallelMixin`.
 
     Left alone, a rank collects in the middle of a step, and all others wait for it. Here all ranks collect what they
-    have after steps 4, 8, 16 and so on, and before validation. In between they look only at what is new.
+    have after steps 4, 8, 16 and so on, and before validation. In between they look only at what is new. On a GPU they
+    also collect before a run, as the model of an earlier one, in a cycle with its Trainer, may still have memory there.
     """
 
     _steps_of_run: int  # which `ChoosesByMeasuring` counts, behind this part
 
     def _init_collections(self) -> None:
         self._collections = ShortCollections()
+
+    @override
+    def setup_environment(self) -> None:
+        if self.root_device.type == "cuda":
+            gc.collect()
+        super().setup_environment()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
