@@ -33,6 +33,7 @@ from lightning_videoscale.strategies.network_changes import check_present, split
 from lightning_videoscale.strategies.precision import FSDP2_PRECISIONS, check_precision
 from lightning_videoscale.strategies.second_backward import refuse_second_backward
 from lightning_videoscale.strategies.settings import SequenceParallelSettings, check_paths
+from lightning_videoscale.strategies.sharded_calls import watch_calls
 from lightning_videoscale.strategies.units import (
     apart,
     broadcast_from_first,
@@ -215,6 +216,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         note_dtypes(module)
         for path in networks:
             _refuse_inference_mode_at_first(module.get_submodule(path), path)
+            watch_calls(module.get_submodule(path))
         for path in outermost:
             refuse_second_backward(module.get_submodule(path))
         self._save_together(module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -11,6 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_videoscale.compat.patching import Method
 from lightning_videoscale.compat.torch import TORCH
+from lightning_videoscale.compat.torch.modules import parameters_of
+
+_AFTER_FORWARD = "_sharded_post_forward_param"  # in the place of a parameter that is gathered over fewer ranks
 
 
 def buffer_broadcasts(model: DistributedDataParallel) -> list[Method]:
@@ -59,6 +62,31 @@ def modules_in_forward(network: nn.Module) -> list[FSDPModule]:
     states = TORCH.get(TORCH.get(_state_of(sharded), "_state_ctx"), "all_states")
     states = [state for state in states if TORCH.get(state, "_training_state").name == "FORWARD"]
     return [module for state in states for module in TORCH.get(state, "_modules") if isinstance(module, FSDPModule)]
+
+
+def replacements(root: nn.Module) -> Callable[[], list[str]]:
+    """Returns a function that tells in the place of which parameters somebody has put tensors that FSDP2 does not know.
+
+    Of these FSDP2 says nothing, and goes on gathering its own.
+
+    Args:
+        root: Whose parameters it has sharded already, all that it is to shard.
+    """
+    paths = {module: f"{path}." if path else "" for path, module in root.named_modules()}
+    states = dict.fromkeys(_state_of(module) for module in paths if isinstance(module, FSDPModule))
+    all_held = [held for state in states for group in _groups(state) for held in TORCH.get(group, "fsdp_params")]
+    places = [(TORCH.get(held, "_module_info"), held) for held in all_held]
+
+    def replaced() -> list[str]:
+        return [paths[info.module] + info.param_name for info, held in places if not _is_in_place(info, held)]
+
+    return replaced
+
+
+def _is_in_place(info: Any, held: Any) -> bool:
+    """Whether a module has one of the tensors that FSDP2 keeps of a parameter: a shard, or what it gathered."""
+    now = parameters_of(info.module).get(info.param_name)
+    return any(now is getattr(held, name, None) for name in ("sharded_param", "_unsharded_param", _AFTER_FORWARD))
 
 
 def _outermost_states(root: nn.Module) -> Iterator[Any]:
