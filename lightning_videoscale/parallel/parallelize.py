@@ -61,7 +61,8 @@ def parallelize(
 
     A plan that is not known to be exact is verified, as `verify_plan` does, on the inputs of the first call with
     gradients enabled, and of the first call without if it comes earlier. All ranks of the job must make these calls.
-    The network, and with it the hooks on its modules, runs two or four times more then; code around it runs once.
+    The network, and with it the hooks on its modules, runs two or four times more then; code around it runs once. What
+    these hooks have written into lists, dicts and attributes is put back.
     Under other plans it runs once more before its first call, to see that its attention exchanges. So it does under all
     plans where a forward, a processor or a module of attention has changed since, which all ranks must do alike.
 

@@ -1,7 +1,7 @@
 """Running a split network once more, split or whole, without a trace: `SplitNetwork` and `rehearse`.
 
-Neither gradients nor draws of generators nor what buffers and diffusers' caches became stay behind. What surrounds the
-call (DDP, FSDP2, ZeRO, autocast, a checkpoint, compiled blocks) is as before.
+Neither gradients nor draws of generators stay behind, nor what buffers and diffusers' caches became, nor what hooks
+wrote down. What surrounds the call (DDP, FSDP2, ZeRO, autocast, a checkpoint, compiled blocks) is as before.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from lightning_videoscale.compat.torch.trees import quick_leaves, tensors_of, tr
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.plan import SplitPlan
 from lightning_videoscale.parallel.redirection import exchange_attention
+from lightning_videoscale.parallel.verification import hook_traces
 
 _MOST_ELEMENTS = 1 << 28  # of all gradients that are asked for
 
@@ -102,6 +103,7 @@ def rehearse(
         contexts.enter_context(split.context.randomness.put_back(device))
         contexts.enter_context(_own_generators_put_back(split.network, args, kwargs))
         contexts.callback(keep_caches(split.network))
+        contexts.enter_context(hook_traces.undone(split.network))
         contexts.enter_context(torch.set_grad_enabled(gradients))
         # A checkpoint around this call counts what is saved in it, and would compute that again for its gradients.
         contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
