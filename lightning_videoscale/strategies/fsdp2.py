@@ -228,6 +228,13 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
     def _gathers_in_forward(self) -> bool:
         return True
 
+    @property
+    @override
+    def _ranks_that_gather(self) -> range:
+        size = self.world_size // self._sharding.replicas
+        first = self.global_rank // size * size
+        return range(first, first + size)
+
     @override
     def _shares_parameters(self, network: nn.Module) -> bool:
         return bool(sharded_modules(network))

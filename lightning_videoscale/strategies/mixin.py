@@ -224,15 +224,31 @@ class SequenceParallelMixin(
 
     def _count_calls(self) -> None:
         """Watches the networks that ranks call together; to be called when the model is wrapped."""
-        # Where parameters are gathered, all ranks wait for each other; who is apart is so from its neighbours too.
-        peers = list(self.mesh.sp.ranks)
-        if len(peers) == 1 and self._gathers_in_forward:
-            peers = [(self.global_rank + step) % self.world_size for step in (-1, 1)]
-        if self._watch is not None and len(peers) > 1:
-            paths = split_plans(self._module, self.mesh, self._settings)
-            networks = {path: self._module.get_submodule(path) for path in paths}
+        if self._watch is None:
+            return
+        networks = {
+            path: self._module.get_submodule(path) for path in split_plans(self._module, self.mesh, self._settings)
+        }
+        together = {path: (network, self._ranks_that_call(network)) for path, network in networks.items()}
+        if any(len(ranks) > 1 for _, ranks in together.values()):
             timeout = timeout_of(self) or default_pg_timeout
-            self._uncount_calls = self._watch.count_calls(networks, sorted(set(peers)), timeout)
+            self._uncount_calls = self._watch.count_calls(together, timeout)
+
+    def _ranks_that_call(self, network: nn.Module) -> list[int]:
+        """The ranks that wait for this one in a network: of its group, and of the next ones where that is sharded.
+
+        There all ranks wait for each other, and a group that is apart is so from its neighbours too.
+        """
+        ranks, shared = set(self.mesh.sp.ranks), self._ranks_that_gather
+        if shared and self._shares_parameters(network):
+            own = self.global_rank - shared.start
+            ranks |= {shared[(own + step) % len(shared)] for step in (-self.mesh.sp.size, self.mesh.sp.size)}
+        return sorted(ranks)
+
+    @property
+    def _ranks_that_gather(self) -> range:
+        """Those among which parameters are gathered in a forward pass."""
+        return range(self.world_size if self._gathers_in_forward else 0)
 
     def _agree_on_calls(self) -> None:
         """To be called once the model is wrapped: the ranks tell each other what they call before they wait."""

@@ -107,22 +107,21 @@ class FailureDetector:
 
     # -- the main thread -----------------------------------------------------------------------------------------
 
-    def count_calls(self, networks: Mapping[str, nn.Module], peers: Sequence[int], timeout: timedelta) -> Undo:
+    def count_calls(self, networks: Mapping[str, tuple[nn.Module, Sequence[int]]], timeout: timedelta) -> Undo:
         """Watches the calls of networks that this rank and its peers must make together; see `NetworkCalls`.
 
         Args:
-            networks: By name, wrapped already; the same on all of these ranks.
-            peers: Global ranks.
+            networks: By name, wrapped already, each with the global ranks that call it together.
             timeout: How long a rank waits for another.
 
         Returns:
             A function that ends it.
         """
         # The whole timeout: where a collective waits, it says before that which one it is.
-        self._calls = calls = NetworkCalls(self._rank, peers, self._begun, timeout.total_seconds())
+        self._calls = calls = NetworkCalls(self._rank, self._begun, timeout.total_seconds())
         undo = Undo()
-        for name, network in networks.items():
-            undo.add(calls.count(network, name))
+        for name, (network, ranks) in networks.items():
+            undo.add(calls.count(network, name, ranks))
         return undo
 
     def report(self, exception: BaseException) -> None:

@@ -1,7 +1,8 @@
 """A split network is called by its ranks together: who is in it while the others went on without it?
 
 A rank that samples alone, such as in a hook that runs on rank 0 only, waits in the network for ever, and its peers
-wait elsewhere for it. Nobody has failed and each waits for another, so a timeout may well name the wrong one.
+wait elsewhere for it. So do ranks that call a sharded network more often than others, as in a rollout of drawn length.
+Nobody has failed and each waits for another, so a timeout may well name the wrong one.
 
 All ranks run one program. So a rank that has not entered a call yet is slow, however late it comes, as long as it has
 begun no collective that comes after the entry. One that has begun such a collective has gone past the call. Each
@@ -32,9 +33,10 @@ _SAMPLING = "without gradients"
 _KEPT = 256  # entries: on GPUs, a rank's host goes through many calls before it has to wait
 
 _ADVICE = (
-    "All of ranks {ranks} must call this network together, with the same inputs. Sample on all of them (no "
-    "`if rank == 0`, no rank_zero_only) and save the result on rank 0 alone, or sample with a network that is not "
-    "split: build a second one outside of the LightningModule, since a copy is split too, and load the weights into it."
+    "All of ranks {ranks} must call this network together, and equally often: draw the length of a rollout from what "
+    "all of them know, such as trainer.global_step. Sample on all of them (no `if rank == 0`, no rank_zero_only) and "
+    "save the result on rank 0 alone, or sample with a network that is not split: build a second one outside of the "
+    "LightningModule, since a copy is split too, and load the weights into it."
 )
 
 
@@ -44,6 +46,7 @@ class _Entry(NamedTuple):
     name: str
     number: int
     begun: dict[str, int]
+    peers: tuple[int, ...]
 
 
 class NetworkCalls:
@@ -51,30 +54,38 @@ class NetworkCalls:
 
     Args:
         rank: This rank.
-        peers: Other ranks that call the networks when this one does.
         begun: Says how many collectives this rank has begun in each of its groups.
         patience: Seconds that a peer may stay away from a call in which this rank waits.
 
     Attributes:
         counts: By network, with and without gradients apart.
-        peers: As given.
+        peers: Other ranks that call one of the networks when this one does.
     """
 
-    def __init__(self, rank: int, peers: Iterable[int], begun: Callable[[], dict[str, int]], patience: float) -> None:
+    def __init__(self, rank: int, begun: Callable[[], dict[str, int]], patience: float) -> None:
         self.counts: dict[str, int] = {}
-        self.peers = [peer for peer in peers if peer != rank]
-        self._everyone = sorted([rank, *self.peers])
+        self.peers: list[int] = []
         self._rank, self._begun, self._patience = rank, begun, patience
         self._entries: deque[_Entry] = deque(maxlen=_KEPT)
         self._since: dict[int, tuple[object, float]] = {}
         self._named: tuple[str, int] | None = None
         self._is_inside = False
 
-    def count(self, network: nn.Module, name: str) -> Undo:
-        """Counts a network's calls, before other hooks on it, which may wait for peers; returns what ends it.
+    def count(self, network: nn.Module, name: str, ranks: Iterable[int]) -> Undo:
+        """Counts a network's calls, before other hooks on it, which may wait for peers.
 
         Calls raise RuntimeError under ``torch.jit.trace``, which knows no process groups.
+
+        Args:
+            network: The network.
+            name: Of it, the same on all ranks.
+            ranks: Those that call it when this one does.
+
+        Returns:
+            A function that ends it.
         """
+        peers = tuple(peer for peer in ranks if peer != self._rank)
+        self.peers = sorted({*self.peers, *peers})
 
         def note_entry(*_: object) -> None:
             if is_tracing():
@@ -84,7 +95,7 @@ class NetworkCalls:
                 )
             kind = f"{name} {'with' if torch.is_grad_enabled() else 'without'} gradients"
             number = self.counts.get(kind, 0) + 1
-            self._entries.append(_Entry(kind, number, self._begun()))
+            self._entries.append(_Entry(kind, number, self._begun(), peers))
             self.counts[kind] = number
             self._is_inside = True
 
@@ -133,17 +144,18 @@ class NetworkCalls:
         entry, gone = self._passed_by(states)
         if entry is not None:
             return self._describe(entry, mine, {peer: states[peer] for peer in gone}, "have gone on without it")
-        if not self._is_inside or not self._entries[-1].name.endswith(_SAMPLING):
+        last = self._entries[-1]
+        if not self._is_inside or not last.name.endswith(_SAMPLING):
             return ""
         return (
-            f"Rank {self._rank} was in call {self._entries[-1].number} of {self._entries[-1].name} ({mine}), which is "
-            f"the cause unless ranks {self.peers} were in it too. " + _ADVICE.format(ranks=self._everyone)
+            f"Rank {self._rank} was in call {last.number} of {last.name} ({mine}), which is "
+            f"the cause unless ranks {list(last.peers)} were in it too. " + self._advice(last)
         )
 
     def _passed_by(self, states: Mapping[int, RankState]) -> tuple[_Entry | None, list[int]]:
         """The first call of this rank that peers have passed by, and these peers."""
         for entry in list(self._entries):
-            behind = {peer: state for peer, state in states.items() if state.calls.get(entry.name, 0) < entry.number}
+            behind = _not_in(entry, states)
             gone = [
                 peer
                 for peer, state in behind.items()
@@ -163,7 +175,7 @@ class NetworkCalls:
     def _awaited(self, states: Mapping[int, RankState]) -> tuple[_Entry | None, dict[int, RankState]]:
         """The first call of this rank that peers have not come to, and these peers."""
         for entry in list(self._entries):
-            late = {peer: state for peer, state in states.items() if state.calls.get(entry.name, 0) < entry.number}
+            late = _not_in(entry, states)
             if late:
                 return entry, late
         return None, {}
@@ -180,5 +192,14 @@ class NetworkCalls:
         elsewhere = ", ".join(f"rank {peer} ({state})" for peer, state in peers.items())
         return (
             f"Rank {self._rank} is in call {entry.number} of {entry.name} ({mine}), and ranks {list(peers)} {what}: "
-            f"{elsewhere}. " + _ADVICE.format(ranks=self._everyone)
+            f"{elsewhere}. " + self._advice(entry)
         )
+
+    def _advice(self, entry: _Entry) -> str:
+        return _ADVICE.format(ranks=sorted([self._rank, *entry.peers]))
+
+
+def _not_in(entry: _Entry, states: Mapping[int, RankState]) -> dict[int, RankState]:
+    """The peers that have not entered a call yet."""
+    calls = {peer: states[peer].calls.get(entry.name, 0) for peer in entry.peers if peer in states}
+    return {peer: states[peer] for peer, number in calls.items() if number < entry.number}

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy
@@ -30,6 +31,17 @@ def sample(module: RectifiedFlow) -> None:
         prompt_embeds=text, negative_prompt_embeds=text, height=32, width=32, num_frames=5, num_inference_steps=2,
         output_type="latent", generator=torch.Generator().manual_seed(0),
     )  # fmt: skip
+
+
+class Rollout(RectifiedFlow):
+    """Goes from noise to a video in one step on the first two ranks, and in three on the others."""
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        video = batch["noise"]
+        for step in range(3 if self.global_rank > 1 else 1):
+            time = torch.full_like(batch["time"], 1000.0 - 300 * step)
+            video = video - self.transformer(video, time, batch["text"]).sample
+        return (video - batch["latents"]).square().mean()
 
 
 class Samples(Callback):
@@ -104,3 +116,12 @@ def train_and_sample_late(strategy: str, sp: int, late: int, seconds: float, hoo
 
 def train_and_wait_beside_the_messages(strategy: str, sp: int, rank: int, hook: str, timeout: float) -> None:
     train(strategy, sp, partial(on_a_rank_that_waits_beside_the_messages, rank=rank), hook, timeout=timeout)
+
+
+def train_by_rollouts() -> None:
+    trainer = pl.Trainer(
+        strategy=SequenceParallelFSDP2Strategy(ulysses_size=2, timeout=timedelta(seconds=120)), accelerator="cpu",
+        devices=4, max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Rollout(), DataLoader(Clips((2, 4, 4), torch.float32), batch_size=1))

@@ -11,8 +11,8 @@ from lightning_videoscale.strategies.failures.network_calls import NetworkCalls
 
 def test_tracing_is_refused_with_what_asks_for_it() -> None:
     network, inputs = nn.Linear(2, 2), torch.ones(1, 2)
-    calls = NetworkCalls(0, [0, 1], dict, patience=1.0)
-    stop = calls.count(network, "transformer")
+    calls = NetworkCalls(0, dict, patience=1.0)
+    stop = calls.count(network, "transformer", [0, 1])
     with pytest.raises(RuntimeError, match=r"transformer.*log_graph=True"):
         torch.jit.trace(network, inputs)
     assert not calls.counts

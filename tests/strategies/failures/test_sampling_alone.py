@@ -14,6 +14,7 @@ from tests.strategies.failures.sampling_training import (
     train_and_sample_alone,
     train_and_sample_late,
     train_and_wait_beside_the_messages,
+    train_by_rollouts,
     validate_and_sample_alone,
 )
 
@@ -50,7 +51,7 @@ def end(job: Job) -> Ended:
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case | str, Future[Ended]]]:
     """All at a time, since each mostly waits."""
-    with ThreadPoolExecutor(len(CASES) + 2) as threads:
+    with ThreadPoolExecutor(len(CASES) + 3) as threads:
         started: dict[Case | str, Future[Ended]] = {
             case: threads.submit(end, Job(tmp_path_factory.mktemp("job"), 2, train_and_sample_alone, *case))
             for case in CASES
@@ -66,7 +67,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case | str, 
             "on_train_batch_end",
             20.0,
         )
-        yield started | {"late": threads.submit(end, late), "never": threads.submit(end, never)}
+        rollouts = Job(tmp_path_factory.mktemp("job"), 4, train_by_rollouts)
+        others = {"late": late, "never": never, "rollouts": rollouts}
+        yield started | {name: threads.submit(end, job) for name, job in others.items()}
 
 
 def check(ended: Ended, case: Case) -> None:
@@ -98,6 +101,13 @@ def test_a_wait_that_no_process_group_sees_has_the_timeout_too(jobs: dict[Case |
     assert all(codes), output
     assert "Rank 0 is in call " in output and "ranks [1] have not come to it for " in output, output
     assert "The first error of the job was on rank 0" in output
+
+
+def test_groups_that_call_a_sharded_network_differently_often_are_named(jobs: dict[Case | str, Future[Ended]]) -> None:
+    codes, output, _ = jobs["rollouts"].result()
+    assert all(codes), output
+    assert "of transformer with gradients" in output and "have gone on without it" in output, output
+    assert "draw the length of a rollout from what all of them know, such as trainer.global_step" in output
 
 
 @pytest.mark.full
