@@ -14,6 +14,18 @@ if TYPE_CHECKING:
     from lightning_videoscale.strategies.settings import SequenceParallelSettings
 
 _SHOWN = 5  # names of parameters in a message
+_OF_SHARDS = {
+    "got mixed torch.Tensor and DTensor": (
+        "Parameters are sharded, and whole only while the module runs that holds them. Use them in its forward, and "
+        "call the module itself rather than another method of it. A frozen network that follows one that trains is to "
+        "be sharded like it: name it in shard_frozen=[...] of the strategy."
+    ),
+    "FSDP does not support deepcopy": (
+        "Copy the network before it is sharded, in __init__ or configure_model, and name a copy that is frozen in "
+        "shard_frozen=[...] of the strategy. An average of what trains is vs.callbacks.EMA's."
+    ),
+}
+"""What torch says where shards are used as whole parameters, and what to do."""
 
 
 class OwnMessages(LaunchedStrategy):
@@ -50,7 +62,11 @@ class OwnMessages(LaunchedStrategy):
         super().on_exception(exception)
 
     def _own_words(self, message: str) -> str:
-        """What a message of DDP's says; Lightning would replace it by one that names a strategy of its own."""
+        """What a message of DDP's says; Lightning would replace it by one that names a strategy of its own.
+
+        What FSDP2 says of its shards is followed by what to do.
+        """
+        message = "".join([message, *(f" {what}" for said, what in _OF_SHARDS.items() if said in message)])
         if "Expected to have finished reduction in the prior iteration" not in message:
             return message
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
