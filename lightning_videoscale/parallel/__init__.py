@@ -8,6 +8,7 @@
 `sequence_parallel_attention`   attention over a split sequence
 `verify_plan`                   compares a split network with a whole one
 `gather_sequence`               for loss terms of what a split model computes inside
+`split_sequence`                for what hooks add to its hidden states
 `SequenceContext`               what the layers of a split model share
 `choose_layout`                 how ranks best divide into ulysses × ring, by prediction
 `ScheduleChoices`               which schedule of the exchange runs a layer, by what was measured
@@ -15,7 +16,7 @@
 """
 
 from lightning_videoscale.parallel.attention import sequence_parallel_attention
-from lightning_videoscale.parallel.auxiliary_loss import check_loss, gather_sequence
+from lightning_videoscale.parallel.auxiliary_loss import check_loss, gather_sequence, split_sequence
 from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.layout import choose_layout
 from lightning_videoscale.parallel.mesh import Axis, SequenceMesh
@@ -72,6 +73,7 @@ __all__ = [
     "register_plan",
     "sequence_parallel_attention",
     "split",
+    "split_sequence",
     "split_sizes",
     "verify_plan",
 ]

@@ -1,7 +1,8 @@
-"""Loss terms of what a model computes inside its split region, where a rank has only a slice of the sequence.
+"""What goes in and out of a model's split region beside its own inputs, and loss terms of what it computes there.
 
 `context_of`       how a model is split
 `gather_sequence`  makes a slice whole, so that a loss of it has the value and the gradients of one rank
+`split_sequence`   gives this rank's tokens of what a user adds to hidden states
 `check_loss`       refuses a loss that was taken from a slice
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from lightning_videoscale.parallel.context import SequenceContext
-from lightning_videoscale.parallel.sharding import gather
+from lightning_videoscale.parallel.sharding import gather, split
 
 _CONTEXT = "_sequence_context"
 
@@ -50,6 +51,27 @@ def gather_sequence(x: Tensor, dim: int, model: nn.Module, streams: Sequence[str
     """
     context = context_of(model)
     return x if context is None or context.suspended else gather(x, dim, context, streams)
+
+
+def split_sequence(x: Tensor, dim: int, model: nn.Module, streams: Sequence[str] = ("video",)) -> Tensor:
+    """Returns this rank's tokens of a whole tensor, the counterpart of `gather_sequence`.
+
+    For hooks that add something to a model's hidden states, such as the features of a control branch that is not
+    split. The same code runs with and without sequence parallelism: where the model is whole, ``x`` is returned. ::
+
+        block.register_forward_hook(lambda _, __, hidden: hidden + split_sequence(control, 1, self.transformer))
+
+    Args:
+        x: As all ranks of the group have it, whole along ``dim``.
+        dim: The sequence dim.
+        model: The network that was split, while it is called.
+        streams: Whose tokens they are, one stream behind the other.
+
+    Raises:
+        ValueError: If ``x`` is not as long as the streams of this forward pass.
+    """
+    context = context_of(model)
+    return x if context is None or context.suspended else split(x, dim, context, streams)
 
 
 def check_loss(loss: Tensor) -> None:

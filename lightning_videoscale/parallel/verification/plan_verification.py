@@ -190,8 +190,12 @@ def _attempt(
         error.add_note(
             f"Raised while {split.name} ran {'whole' if whole else 'on slices'}, without compilation, to verify its "
             "split plan; verify_plan=False leaves that out."
-            + " The undo that the plan's attention= returns must restore what was before."
-            * whole
+            + (
+                " The undo that the plan's attention= returns must restore what was before."
+                if whole
+                else " Hooks inside of it have hidden states of this rank's tokens only; "
+                "lightning_videoscale.parallel.split_sequence gives those of what is added to them."
+            )
         )
         raise
 

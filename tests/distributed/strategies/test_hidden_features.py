@@ -6,6 +6,7 @@ added to those of a frozen network.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from lightning.pytorch.plugins import DoublePrecision
 from torch import Tensor, nn
 
-from lightning_videoscale.parallel import gather_sequence
+from lightning_videoscale.parallel import gather_sequence, split_sequence
 from tests.distributed.parity import SGDFlow
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import assembled
@@ -87,6 +88,26 @@ class Controlled(SGDFlow):
         return super().loss(batch)
 
 
+class Encoded(SGDFlow):
+    """An encoder that is not split, whose features are added to the hidden states of a block."""
+
+    def __init__(self, whole: bool = False) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.encoder = nn.Conv3d(4, 48, (1, 2, 2), (1, 2, 2))
+        self.features = torch.empty(0)
+        self.split: Callable[..., Tensor] = (lambda x, *_: x) if whole else split_sequence
+        self.transformer.blocks[0].register_forward_hook(self.add)
+
+    def add(self, _: Any, __: Any, hidden: Tensor) -> Tensor:
+        return hidden + self.split(self.features, 1, self.transformer)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        self.features = self.encoder(batch["latents"]).flatten(2).transpose(1, 2)
+        return super().loss(batch)
+
+
 def train(kind: type[SGDFlow], strategy: Callable[..., Any]) -> dict[str, Tensor]:
     module = kind()
     named = list(getattr(kind, "networks", ["transformer"]))
@@ -96,10 +117,24 @@ def train(kind: type[SGDFlow], strategy: Callable[..., Any]) -> dict[str, Tensor
 
 
 @pytest.mark.parametrize("strategy", [ddp, fsdp2])
-@pytest.mark.parametrize("kind", [Aligned, Judged, Controlled])
+@pytest.mark.parametrize("kind", [Aligned, Judged, Controlled, Encoded])
 def test_features_from_hooks_train_as_on_one_device(
     ranks: Ranks, kind: type[SGDFlow], strategy: Callable[..., Any]
 ) -> None:
     expected = ranks(1).run(train, kind, ddp)[0]
     for got in ranks(2).run(train, kind, strategy):
         assert gradient_error(got, expected) <= 1e-10
+
+
+def add_whole_features() -> str:
+    try:
+        trainer(ddp()).fit(Encoded(whole=True), clips())
+    except RuntimeError as error:
+        return "".join(traceback.format_exception_only(error))
+    return "trained"
+
+
+def test_features_of_all_tokens_are_told_how_to_be_split(ranks: Ranks) -> None:
+    for message in ranks(2).run(add_whole_features):
+        assert "must match the size" in message
+        assert "lightning_videoscale.parallel.split_sequence" in message
