@@ -216,6 +216,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         note_dtypes(module)
         for path in networks:
             _refuse_inference_mode_at_first(module.get_submodule(path), path)
+        for path in dict.fromkeys((*networks, *outermost)):
             watch_calls(module.get_submodule(path))
         for path in outermost:
             refuse_second_backward(module.get_submodule(path))

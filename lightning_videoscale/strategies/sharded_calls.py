@@ -1,6 +1,6 @@
-"""Calls of a sharded network of which FSDP2 would lose something: `watch_calls`.
+"""Calls of a sharded module of which FSDP2 would lose something: `watch_calls`.
 
-FSDP2 puts parameters in their places when a network is called, and again when backward reaches what the network has
+FSDP2 puts parameters in their places when a module is called, and again when backward reaches what the module has
 returned. It does not see whether other tensors were in these places, nor whether a loss is of hidden states alone.
 """
 
