@@ -22,6 +22,7 @@ from lightning_videoscale.parallel.layout import Size, SizeOfGroup
 from lightning_videoscale.parallel.schedules import ScheduleSetting
 from lightning_videoscale.parallel.transport import TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
+from lightning_videoscale.strategies.gradient_hooks import refuse_before_averaging
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 
@@ -155,6 +156,12 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
         # Else DDP itself learns what no rank has called, and averages the rest with zeros.
         assert isinstance(self.model, DistributedDataParallel)
         return self.model.require_backward_grad_sync and not ddp_arguments(self).get("find_unused_parameters", False)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self.world_size > 1:
+            refuse_before_averaging(self._module)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,6 +29,7 @@ from lightning_videoscale.parallel.schedules import ScheduleSetting
 from lightning_videoscale.parallel.transport import TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
 from lightning_videoscale.strategies.generators import seed_generators
+from lightning_videoscale.strategies.gradient_hooks import refuse_before_sharding, refuse_uncalled
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.network_changes import check_present, split_plans
 from lightning_videoscale.strategies.precision import FSDP2_PRECISIONS, check_precision
@@ -200,6 +202,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
             if path in wanted or any(parameter.requires_grad for parameter in module.get_submodule(path).parameters())
         ]
         units = plan_units(module, networks, self.precision_plugin, whole_step=module.automatic_optimization)
+        refuse_before_sharding(module, chain.from_iterable(unit.parameters for unit in units))
         outermost = list(apart(module, (unit.path for unit in units if unit.path)))
         for path in outermost:
             return_own_tensors(module.get_submodule(path))
@@ -273,6 +276,11 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
                 "a reset_parameters(), build them on a real device, or start from a checkpoint that has them, with "
                 "ckpt_path=."
             )
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        refuse_uncalled(self._module)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
