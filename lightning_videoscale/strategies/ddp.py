@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_videoscale.attention import AttentionBackend
 from lightning_videoscale.compat.lightning import WrappingDDPStrategy, ddp_arguments, timeout_of
+from lightning_videoscale.compat.torch.data_parallel import leave_to_caller
 from lightning_videoscale.graphs import GraphMode, GraphOptions
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.layout import Size, SizeOfGroup
@@ -25,6 +26,7 @@ from lightning_videoscale.strategies.compilation import CompileOptions
 from lightning_videoscale.strategies.gradient_hooks import refuse_before_averaging
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
+from lightning_videoscale.strategies.units import broadcast_from_first, is_quantized
 
 
 class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
@@ -138,6 +140,9 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
 
     @override
     def wrap(self, model: Module) -> DistributedDataParallel:
+        quantized = {name: p for name, p in model.named_parameters(remove_duplicate=False) if is_quantized(p)}
+        leave_to_caller(model, quantized)
+        broadcast_from_first(dict.fromkeys(quantized.values()), self.root_device)
         wrapped = super().wrap(model)
         self._wrapped = set(model.parameters())
         if not {"broadcast_buffers", "forward_sync_buffers"} & ddp_arguments(self).keys():

@@ -79,7 +79,8 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
     Sharded block by block are the networks whose sequence is split and others that train and whose class declares its
     blocks (as diffusers' and transformers' do); a network must then be used by calling it. What else is trained is
     gathered for the whole step; a module that optimizes manually runs backward and steps within, and there every child
-    that trains is gathered when it is called. What is frozen is kept whole on every rank.
+    that trains is gathered when it is called. What is frozen is kept whole on every rank, as is what is quantized in
+    networks that train.
 
     Precisions are 32-true, bf16-mixed, bf16-true and 64-true. Under bf16-mixed the blocks' linear layers and
     convolutions are gathered in bfloat16 and the results are those of DDP (see `precision`); gradients are always

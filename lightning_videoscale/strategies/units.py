@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from lightning_videoscale.compat.diffusers import block_classes
 from lightning_videoscale.compat.torch.autograd import is_view
 from lightning_videoscale.compat.torch.modules import change_tensors, non_persistent_buffers
-from lightning_videoscale.compat.torch.trees import tree_map_only
+from lightning_videoscale.compat.torch.trees import is_wrapper, plain_tensors, tree_map_only
 from lightning_videoscale.strategies.blocks import find_blocks
 from lightning_videoscale.strategies.precision import (
     block_policy,
@@ -69,7 +69,7 @@ def plan_units(root: nn.Module, networks: Iterable[str], plugin: Precision, *, w
     taken: set[nn.Parameter] = set()
 
     def add(path: str, parameters: Iterable[nn.Parameter], policy: MixedPrecisionPolicy) -> None:
-        mine = tuple(dict.fromkeys(parameter for parameter in parameters if parameter not in taken))
+        mine = tuple(dict.fromkeys(p for p in parameters if p not in taken and not is_quantized(p)))
         dtypes = {parameter.dtype for parameter in mine if parameter.requires_grad}
         if len(dtypes) > 1:
             raise ValueError(
@@ -227,6 +227,15 @@ def untracked_parameters(root: nn.Module) -> list[str]:
     ]
 
 
+def is_quantized(parameter: nn.Parameter) -> bool:
+    """Whether a frozen parameter is made of other tensors, as quantized weights are: numbers, their scales and more.
+
+    Collectives know plain tensors only, and nobody else knows how to divide them. Some say so themselves.
+    """
+    known = isinstance(parameter, DTensor) or hasattr(parameter, "fsdp_pre_all_gather")
+    return not (parameter.requires_grad or known) and bool(is_wrapper(parameter))
+
+
 def replicated_tensors(root: nn.Module) -> Iterator[Tensor]:
     """Yields the parameters and buffers that are not sharded."""
     return (tensor for tensor in chain(root.parameters(), root.buffers()) if not isinstance(tensor, DTensor))
@@ -238,9 +247,16 @@ def broadcast_from_first(tensors: Iterable[Tensor], device: torch.device) -> Non
     Ranks that built their model from random numbers of their own would otherwise each keep a shard of another model.
     """
     for tensor in tensors:
-        if not tensor.is_meta:
+        if is_wrapper(tensor):
+            broadcast_from_first(plain_tensors(tensor), device)
+        elif not tensor.is_meta:
             tensor.data = tensor.data.to(device).contiguous()
-            dist.broadcast(tensor.data, 0)
+            dist.broadcast(_sendable(tensor.data), 0)
+
+
+def _sendable(x: Tensor) -> Tensor:
+    """A tensor as its bytes where its dtype is one of eight bits, of which backends know the integers alone."""
+    return x.view(torch.uint8) if x.is_floating_point() and x.itemsize == 1 else x
 
 
 def materialize(root: nn.Module, device: torch.device) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_videoscale.compat.torch import trees
 
@@ -49,3 +50,9 @@ def test_a_tensor_that_is_spread_over_ranks_wraps_another() -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     assert trees.is_wrapper(distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,))))
     assert not trees.is_wrapper(torch.nn.Parameter(torch.ones(2)))
+
+
+def test_plain_tensors_are_those_inside() -> None:
+    a, b, c = (torch.ones(1) for _ in range(3))
+    assert [id(x) for x in trees.plain_tensors(TwoTensor(TwoTensor(a, b), c))] == [id(a), id(b), id(c)]
+    assert [*trees.plain_tensors(a)] == [a]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -19,6 +19,16 @@ _AFTER_FORWARD = "_sharded_post_forward_param"  # in the place of a parameter th
 def buffer_broadcasts(model: DistributedDataParallel) -> list[Method]:
     """The methods in which DDP's forward waits for rank 0's buffers; there is no hook around them."""
     return [_method(model, "_sync_buffers")]
+
+
+def leave_to_caller(model: nn.Module, names: Iterable[str]) -> None:
+    """Has DDP leave parameters alone that it cannot send, beside those that it was told to leave before.
+
+    ``DistributedDataParallel`` has no argument for it.
+    """
+    told: Iterable[str] = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    mark = TORCH.get(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model")
+    mark(model, [*told, *names])
 
 
 def gathers_and_reductions(root: nn.Module) -> list[Method]:

@@ -8,12 +8,13 @@
 `keystr(path)`                    a path as text
 `tensors_of(output)`               all tensors of an output, also those in the attributes of an object
 `is_wrapper(x)`                   whether a tensor holds other tensors, as a ``DTensor`` does
+`plain_tensors(x)`                 those that it holds, however deep; of another tensor itself
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import NoneType
 from typing import Any
 
@@ -62,3 +63,12 @@ def tensors_of(output: Any) -> list[Tensor]:
     leaves = tree_leaves(output)
     leaves += [y for x in leaves if not isinstance(x, Tensor) and hasattr(x, "__dict__") for y in tree_leaves(vars(x))]
     return [x for x in leaves if isinstance(x, Tensor)]
+
+
+def plain_tensors(x: Any) -> Iterator[Tensor]:
+    """Yields the tensors that a tensor consists of, which hold no others: themselves, no copies."""
+    if not is_wrapper(x):
+        yield x
+        return
+    for name in x.__tensor_flatten__()[0]:
+        yield from plain_tensors(getattr(x, name))

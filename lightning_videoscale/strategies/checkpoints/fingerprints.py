@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_videoscale.compat.torch.trees import is_wrapper, plain_tensors
+
 _WORD = 8  # bytes
 _ROW = 1 << 14  # words, which share their weights with those of other rows; a row has one of its own
 _ROWS_AT_A_TIME = {"cpu": 4}  # what the caches hold
@@ -27,7 +29,7 @@ class Fingerprint:
 
     Attributes:
         shape: Of the whole tensor.
-        dtype: Its name, such as ``"torch.bfloat16"``.
+        dtype: Its name, such as ``"torch.bfloat16"``, or the class of a tensor that consists of others.
         bits: Of its bytes.
         rounded: Of its values in bfloat16, by which tensors are compared that are held in different floating dtypes;
             None for others.
@@ -41,6 +43,10 @@ class Fingerprint:
     @classmethod
     def of(cls, values: Tensor, device: torch.device) -> Fingerprint:
         """Returns the fingerprint of a whole tensor; parts of it are moved to ``device``, which computes."""
+        if is_wrapper(values):  # as quantized weights are, of numbers, their scales and more
+            parts = [_weighted_sum(part, part.dtype, device) for part in plain_tensors(values)]
+            bits = sum((2 * place + 1) * part for place, part in enumerate(parts)) % 2**64
+            return cls(tuple(values.shape), type(values).__name__, bits, None)
         return cls(
             tuple(values.shape),
             str(values.dtype),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_videoscale.compat.deepspeed import full_numel, full_shape
+from lightning_videoscale.compat.torch.trees import is_wrapper
 from lightning_videoscale.ranks import gather_over_ranks
 from lightning_videoscale.strategies.checkpoints.adapters import adapter_parameters
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
@@ -23,6 +24,7 @@ from lightning_videoscale.strategies.checkpoints.fingerprints import Fingerprint
 from lightning_videoscale.strategies.checkpoints.gathering import gather_parameter
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors, StoredTensor
 from lightning_videoscale.strategies.checkpoints.shares import RankAssignment
+from lightning_videoscale.strategies.units import is_quantized
 
 LEFT_OUT = "left_out"
 """Where in our part of a checkpoint the fingerprints are, by the parameters' names."""
@@ -34,15 +36,21 @@ _WITH_PARAMETERS = ("state_dict", "current_model_state")
 def frozen_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
     """Returns what is frozen and belongs to no adapter, by the names in the ``state_dict``.
 
-    Without tensors of classes of their own, as of quantized weights, whose bytes nobody here knows.
+    Without tensors of classes of their own whose bytes nobody here knows; quantized ones that consist of plain tensors
+    are among them.
     """
     added = adapter_parameters(root)
     return {
         name: value
         for name, value in root.state_dict(keep_vars=True).items()
         if isinstance(value, nn.Parameter) and not value.requires_grad and value not in added
-        if type(value) is nn.Parameter or isinstance(value, DTensor)
+        if type(value) is nn.Parameter or is_wrapper(value)
     }
+
+
+def quantized_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns those of `frozen_parameters` that a checkpoint cannot hold, as no file says what their classes are."""
+    return {name: value for name, value in frozen_parameters(root).items() if is_quantized(value)}
 
 
 @torch.no_grad()
@@ -129,5 +137,5 @@ def _standing_for(parameter: nn.Parameter, device: torch.device) -> StoredTensor
 
 
 def _is_equal(value: Tensor, held: Any) -> bool:
-    plain = not isinstance(value, DTensor) and not isinstance(held, DTensor)
+    plain = not is_wrapper(value) and not is_wrapper(held)
     return plain and value.dtype == held.dtype and value.shape == held.shape and value.equal(held.to(value.device))

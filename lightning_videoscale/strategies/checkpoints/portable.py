@@ -141,13 +141,17 @@ class PortableCheckpoints(StrategyPart):
         save_frozen = self._settings.save_frozen
         if save_frozen is None:
             save_frozen = not only_adapters_train(module)
-        if save_frozen or module in self._built or module.trainer.state.fn != TrainerFn.FITTING:
+        if module in self._built or module.trainer.state.fn != TrainerFn.FITTING:
             return
-        self._built[module] = frozen.fingerprints(frozen.frozen_parameters(module), self.root_device)
+        quantized = frozen.quantized_parameters(module)
+        left_out = quantized if save_frozen else frozen.frozen_parameters(module)
+        self._built[module] = frozen.fingerprints(left_out, self.root_device)
         if self._built[module]:
             rank_zero_info(
                 f"Checkpoints leave out {len(self._built[module])} frozen parameters as long as they stay as they are: "
-                "they continue with a model that is built from the same weights. save_frozen=True would keep them."
+                "they continue with a model that is built from the same weights. "
+                + ("" if save_frozen else f"save_frozen=True would keep {'the others' if quantized else 'them'}.")
+                + (f" {len(quantized)} are quantized, which no checkpoint can hold." if quantized else "")
             )
 
     def _leave_out(self) -> Mapping[str, Fingerprint]:
