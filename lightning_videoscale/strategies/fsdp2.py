@@ -32,7 +32,7 @@ from lightning_videoscale.strategies.generators import seed_generators
 from lightning_videoscale.strategies.gradient_hooks import refuse_before_sharding, refuse_uncalled
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.network_changes import check_present, split_plans
-from lightning_videoscale.strategies.precision import FSDP2_PRECISIONS, check_precision
+from lightning_videoscale.strategies.precision import FSDP2_PRECISIONS, check_precision, refuse_outside_of_autocast
 from lightning_videoscale.strategies.second_backward import refuse_second_backward
 from lightning_videoscale.strategies.settings import SequenceParallelSettings, check_paths
 from lightning_videoscale.strategies.sharded_calls import watch_calls
@@ -224,6 +224,9 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
             watch_calls(module.get_submodule(path))
         for path in outermost:
             refuse_second_backward(module.get_submodule(path))
+        for unit in units:
+            if unit.is_rounded:
+                refuse_outside_of_autocast(module.get_submodule(unit.path), unit.path, self.root_device)
         self._save_together(module)
         count = sum(bool(unit.parameters) for unit in units)
         rank_zero_info(f"FSDP2: {count} units over {self.world_size} ranks, {self._sharding.replicas} replica(s).")

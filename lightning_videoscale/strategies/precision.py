@@ -11,6 +11,7 @@ as nothing would round it on one device either. Inputs are never cast: a timeste
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from lightning.pytorch.plugins import Precision
@@ -79,6 +80,23 @@ def rounded_by_autocast(network: nn.Module, block: str) -> set[nn.Parameter]:
         for name, parameter in module.named_parameters(recurse=False)
         if kept.isdisjoint(f"{path}.{name}".split("."))
     }
+
+
+def refuse_outside_of_autocast(block: nn.Module, path: str, device: torch.device) -> None:
+    """Has a block whose weights are gathered in bfloat16 refuse calls in which autocast would not round them so."""
+
+    def refuse(*_: Any) -> None:
+        kind = device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if dtype is not torch.bfloat16:
+            raise RuntimeError(
+                f"{path} is called {f'under autocast to {dtype}' if dtype else 'outside of autocast'}. By bf16-mixed, "
+                "FSDP2 gathers its weights in bfloat16, which autocast would do to them: call it within "
+                f"torch.autocast({kind!r}, torch.bfloat16). To compute in other dtypes, take precision='32-true' and "
+                "autocast of your own, or ulysses_ddp."
+            )
+
+    block.register_forward_pre_hook(refuse, prepend=True)
 
 
 def _is_product(module: nn.Module) -> bool:

@@ -51,6 +51,12 @@ class Unit:
     parameters: tuple[nn.Parameter, ...]
     policy: MixedPrecisionPolicy
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether parameters are gathered in another dtype than they are stored in."""
+        dtype = self.policy.param_dtype
+        return dtype is not None and any(parameter.dtype is not dtype for parameter in self.parameters)
+
 
 def plan_units(root: nn.Module, networks: Iterable[str], plugin: Precision, *, whole_step: bool = True) -> list[Unit]:
     """Divides the parameters of a LightningModule into units, outer modules first.

@@ -147,6 +147,35 @@ def test_matrices_travel_in_bfloat16_and_what_is_added_in_float32_in_float32(ran
     assert {seen[name] for name in seen.keys() - full} == {torch.bfloat16}
 
 
+class OwnAutocast(RectifiedFlow):
+    """Opens autocast by itself, to another dtype than the Trainer does, or closes it."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.own_dtype = dtype
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        with torch.autocast("cpu", self.own_dtype or torch.bfloat16, enabled=self.own_dtype is not None):
+            return super().loss(batch)
+
+
+def autocast_by_user(dtype: torch.dtype | None, precision: str = "bf16-mixed") -> str:
+    try:
+        trainer(fsdp2(), precision=precision, max_steps=1).fit(OwnAutocast(dtype), clips())
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_what_autocast_would_not_round_is_refused_where_weights_are_gathered_so(ranks: Ranks) -> None:
+    assert ranks(2).run(autocast_by_user, torch.bfloat16) == ["no error"] * 2
+    for said in ranks(2).run(autocast_by_user, None):
+        assert "transformer.blocks.0 is called outside of autocast" in said and "32-true" in said
+    for said in ranks(2).run(autocast_by_user, torch.float16):
+        assert "transformer.blocks.0 is called under autocast to torch.float16" in said
+    assert ranks(2).run(autocast_by_user, torch.float16, "32-true") == ["no error"] * 2
+
+
 def test_the_names_are_registered() -> None:
     for name, ring_size in (("ulysses_fsdp2", None), ("usp_fsdp2", 2)):
         selected = pl.Trainer(strategy=name, accelerator="cpu").strategy
