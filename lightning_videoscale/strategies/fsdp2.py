@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_videoscale.attention import AttentionBackend
@@ -267,6 +268,27 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         if isinstance(module, FSDPModule):
             module.reshard()
         return output
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        has_gradients = False
+
+        def noting() -> Any:
+            nonlocal has_gradients
+            result = closure()
+            has_gradients = True
+            return result
+
+        try:
+            return super().optimizer_step(optimizer, noting, *args, **kwargs)
+        except Exception as error:
+            if has_gradients and not isinstance(error, torch.OutOfMemoryError):
+                error.add_note(
+                    f"{type(optimizer).__name__} was at its step. Under {type(self).__name__} parameters and gradients "
+                    "are shards, DTensors, which not every optimizer can compute with: torch's Adam, AdamW, SGD and "
+                    "Muon can. Else train under ulysses_ddp."
+                )
+            raise
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

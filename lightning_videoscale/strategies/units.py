@@ -80,7 +80,9 @@ def plan_units(root: nn.Module, networks: Iterable[str], plugin: Precision, *, w
         if len(dtypes) > 1:
             raise ValueError(
                 f"The trainable parameters of {path or 'the LightningModule'} are stored in several dtypes "
-                f"({sorted(map(str, dtypes))}) and cannot be sharded together: load the model in one dtype."
+                f"({sorted(map(str, dtypes))}) and cannot be sharded together: load the model in one dtype. Some of "
+                "diffusers' keep modules in float32 beside another torch_dtype=: load those in float32, and have "
+                "precision='bf16-mixed' compute in bfloat16."
             )
         taken.update(mine)
         units.append(Unit(path, mine, policy))
@@ -171,9 +173,15 @@ def shard_units(root: nn.Module, units: Iterable[Unit], mesh: DeviceMesh, device
     """Shards every unit over the mesh, starting from rank 0's values; collective over all ranks.
 
     Raises:
-        ValueError: If a trainable parameter, or a module, is shared between units.
+        ValueError: If a trainable parameter, or a module, is shared between units, or a parameter has no elements, or
+            sparse gradients.
     """
     units = list(units)
+    if lacking := _without_shards(root, units):
+        raise ValueError(
+            f"{lacking} cannot be sharded, as they have no elements, or sparse gradients: freeze or remove the former, "
+            "leave out sparse=True of the latter's modules, or train under ulysses_ddp."
+        )
     if shared := _used_beside(root, units):
         raise ValueError(_UNTIE.format(shared))
     for unit in units:
@@ -189,6 +197,17 @@ def shard_units(root: nn.Module, units: Iterable[Unit], mesh: DeviceMesh, device
         )
     if shared := untracked_parameters(root):
         raise ValueError(_UNTIE.format(shared))
+
+
+def _without_shards(root: nn.Module, units: Sequence[Unit]) -> list[str]:
+    """Returns the names of parameters whose gradients FSDP2 cannot reduce."""
+    reduced = {parameter for unit in units for parameter in unit.parameters if parameter.requires_grad}
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in root.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter in reduced and (parameter.numel() == 0 or getattr(module, "sparse", False) is True)
+    ]
 
 
 def _used_beside(root: nn.Module, units: Sequence[Unit]) -> list[str]:

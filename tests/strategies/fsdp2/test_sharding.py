@@ -194,6 +194,9 @@ def refused_models() -> list[str]:
     blocks[1].ffn.net[2].weight = blocks[0].ffn.net[2].weight
     one_module = RectifiedFlow()
     one_module.transformer.blocks[1].ffn = one_module.transformer.blocks[0].ffn
+    empty = RectifiedFlow()
+    empty.transformer.blocks[0].tokens = nn.Parameter(torch.empty(0, 4))
+    empty.words = nn.Embedding(3, 4, sparse=True)
     mixed = RectifiedFlow()
     mixed.transformer.blocks[1].attn1.bfloat16()
     return [
@@ -201,6 +204,7 @@ def refused_models() -> list[str]:
         message(fsdp2(ulysses_size=1), Configured(without_reset=True)),
         message(fsdp2(), tied),
         message(fsdp2(), one_module),
+        message(fsdp2(), empty),
         message(fsdp2(), mixed),
         message(fsdp2(replicas=3), RectifiedFlow()),
         message(fsdp2(replicas=1 + dist.get_rank()), RectifiedFlow()),
@@ -208,11 +212,12 @@ def refused_models() -> list[str]:
 
 
 def test_models_that_cannot_be_sharded_are_refused_with_the_way_out(ranks: Ranks) -> None:
-    sharded, undefined, tied, one_module, mixed, replicas, disagree = ranks(2).run(refused_models)[0]
+    sharded, undefined, tied, one_module, empty, mixed, replicas, disagree = ranks(2).run(refused_models)[0]
     assert "['net.blocks.0']" in sharded and "configure_model" in sharded
     assert "['net.table']" in undefined and "meta" in undefined
     assert "['transformer.blocks.1.ffn.net.2.weight']" in tied and "shared" in tied
     assert "'transformer.blocks.1.ffn.net.2.weight'" in one_module and "shared" in one_module
+    assert "['transformer.blocks.0.tokens', 'words.weight']" in empty and "no elements" in empty
     assert "transformer.blocks.1" in mixed and "dtypes" in mixed
     assert "replicas=3" in replicas and "2 devices" in replicas
     assert "replicas=" in disagree and "rank 0: 1, rank 1: 2" in disagree
@@ -234,6 +239,23 @@ def run_from_a_checkpoint_without_the_table(folder: str) -> str:
 def test_what_the_checkpoint_lacks_too_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     message = ranks(2).run(run_from_a_checkpoint_without_the_table, str(tmp_path))[0]
     assert "['net.table']" in message and "meta" in message
+
+
+class SecondOrder(RectifiedFlow):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters())
+
+
+def step_of_lbfgs() -> list[str]:
+    try:
+        trainer(fsdp2()).fit(SecondOrder(), clips())
+    except RuntimeError as error:
+        return error.__notes__
+    return []
+
+
+def test_an_optimizer_that_knows_no_shards_is_named_in_its_error(ranks: Ranks) -> None:
+    assert any("LBFGS" in note and "ulysses_ddp" in note for note in ranks(2).run(step_of_lbfgs)[0])
 
 
 class Unfreeze(pl.Callback):
