@@ -8,6 +8,7 @@ from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any
 
+import lightning.pytorch as pl
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, Parameter
@@ -26,7 +27,7 @@ from lightning_videoscale.strategies.compilation import CompileOptions
 from lightning_videoscale.strategies.gradient_hooks import refuse_before_averaging
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
-from lightning_videoscale.strategies.units import broadcast_from_first, is_quantized
+from lightning_videoscale.strategies.units import broadcast_from_first, is_quantized, materialize
 
 
 class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
@@ -137,6 +138,16 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
             )
         )
         self._wrapped: set[Parameter] = set()
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        # DDP sends rank 0's values to all; of what is on the meta device there are none that Lightning could move.
+        if undefined := materialize(self._module, self.root_device):
+            raise ValueError(
+                f"{undefined} were built on the meta device and nothing defines their values. Give their modules a "
+                "reset_parameters(), or build them on a real device. ulysses_fsdp2 also takes values from ckpt_path=."
+            )
+        super().setup(trainer)
 
     @override
     def wrap(self, model: Module) -> DistributedDataParallel:
