@@ -30,11 +30,11 @@ class EpochEnds:
 
     def __init__(self, rank: int, size: int, begun: Callable[[], Begun]) -> None:
         self._rank, self._size, self._begun = rank, size, begun
+        self._passed = 0  # ends of epochs; not the epoch's number, as `LearningRateFinder` has one trained twice
 
     def look(self, store: _Store) -> None:
         """Tells if this rank has begun a batch that one which waits does not have; called by a thread each second."""
-        begun = self._begun()
-        key = _key(begun.epoch)
+        key, begun = self._key(), self._begun()
         if store.check([f"{key}/first"]) and begun.of_run > int(store.get(f"{key}/first")):
             store.compare_set(f"{key}/beyond", "", str(self._rank))
 
@@ -45,7 +45,7 @@ class EpochEnds:
             RuntimeError: If a rank has begun a batch that this one does not have, does not come, or has failed.
         """
         epoch, batches, of_run = self._begun()
-        key = _key(epoch)
+        key = self._key()
         store.compare_set(f"{key}/first", "", str(of_run))
         store.set(f"{key}/here/{self._rank}", "")
         arrived, start, pause = store.add(f"{key}/arrived", 1), time.monotonic(), 1e-3
@@ -65,7 +65,8 @@ class EpochEnds:
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
             arrived = store.add(f"{key}/arrived", 0)
+        self._passed += 1
 
-
-def _key(epoch: int) -> str:
-    return f"end of epoch {epoch}"
+    def _key(self) -> str:
+        """Of the end that comes next, the same on all ranks."""
+        return f"end of an epoch/{self._passed}"
