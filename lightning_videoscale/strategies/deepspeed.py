@@ -33,6 +33,7 @@ from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.parity import ParityReport
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 from lightning_videoscale.strategies.weight_averaging import check_weight_averaging
+from lightning_videoscale.strategies.whole_parameters import check_pruning
 from lightning_videoscale.strategies.zero.precision import ZeroPrecision
 from lightning_videoscale.strategies.zero.steps import ZeroSteps
 
@@ -126,6 +127,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         from deepspeed.accelerator import get_accelerator
 
         check_weight_averaging(self._module.trainer, type(self).__name__)
+        check_pruning(self._module.trainer, type(self).__name__)
         if get_accelerator().device_name() != self.root_device.type:
             raise ValueError(
                 f"The Trainer runs on {self.root_device.type!r} and DeepSpeed on {get_accelerator().device_name()!r}: "

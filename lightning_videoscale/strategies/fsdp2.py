@@ -50,6 +50,7 @@ from lightning_videoscale.strategies.units import (
     untracked_parameters,
 )
 from lightning_videoscale.strategies.weight_averaging import check_weight_averaging
+from lightning_videoscale.strategies.whole_parameters import check_pruning
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -99,8 +100,8 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
     Raises:
         ValueError: If ``graphs`` is True. By the Trainer, if its precision is not supported. At the start of ``fit``,
             as `SequenceParallelDDPStrategy` does, or if the devices do not form whole replicas, the model is sharded
-            already, a callback of Lightning's averages weights, or a LightningModule that optimizes manually has
-            trainable parameters of its own rather than in a child.
+            already, a callback of Lightning's averages or prunes weights, or a LightningModule that optimizes manually
+            has trainable parameters of its own rather than in a child.
         RuntimeError: As `SequenceParallelDDPStrategy` does.
     """
 
@@ -151,6 +152,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         plugin = self.precision_plugin  # which may be an object, of which the Trainer's precision says nothing
         check_precision(getattr(plugin, "precision", type(plugin).__name__), type(self).__name__, FSDP2_PRECISIONS)
         check_weight_averaging(self._module.trainer, type(self).__name__)
+        check_pruning(self._module.trainer, type(self).__name__)
         # Not the parent's: it would also build a mesh (data_parallel, tensor_parallel).
         set_up_processes(self)
         self._create_mesh(self.num_processes, timeout_of(self))

@@ -14,7 +14,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
@@ -103,6 +106,24 @@ class WholeParameters(StrategyPart):
     def holds_whole(self, module: nn.Module) -> bool:
         """Whether `whole_parameters` has gathered all that is sharded of a module, the same on all ranks."""
         return all(parameter in self._gathered for parameter in module.parameters() if is_sharded(parameter))
+
+
+def check_pruning(trainer: pl.Trainer, strategy: str) -> None:
+    """Refuses to fit with a callback that prunes: it ranks the values of whole parameters, and masks these.
+
+    With FSDP2's shards it ends in an error of torch's about placements, after the first epoch. Under ZeRO it masks, and
+    the steps that follow are not those of one device.
+
+    Raises:
+        ValueError: If it is about to fit with Lightning's `ModelPruning`.
+    """
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    found = [type(callback).__name__ for callback in callbacks if isinstance(callback, ModelPruning)]
+    if found and trainer.state.fn == TrainerFn.FITTING:
+        raise ValueError(
+            f"{found} cannot prune the parameters that {strategy} shards: Lightning's pruning needs whole ones. Leave "
+            "the callback out, or train under ulysses_ddp or usp_ddp."
+        )
 
 
 class _SaveTogether:

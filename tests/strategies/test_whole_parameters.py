@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import WanTransformer3DModel
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.strategies import Strategy
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -211,6 +212,30 @@ def test_a_rank_with_an_error_is_not_there_before_the_error_is(ranks: Ranks) -> 
     mine, others = ranks(2).run(fail_slowly)
     assert mine == "no error"  # but its own, which it raises itself
     assert others == "rank 0 failed in a call: OSError: No space left on device"
+
+
+def prune(strategy: Callable[..., Strategy], **settings: Any) -> str | float:
+    """What is said against pruning, or the share of a layer that is pruned."""
+    module, half = RectifiedFlow(), ModelPruning("l1_unstructured", amount=0.5, parameter_names=["weight"])
+    with deepspeed_on_cpu():
+        try:
+            trainer(strategy(**settings), callbacks=[half], max_epochs=1).fit(module, clips())
+        except ValueError as error:
+            return str(error)
+    return float((module.transformer.blocks[0].ffn.net[2].weight == 0).float().mean())
+
+
+def test_lightnings_pruning_needs_whole_parameters(ranks: Ranks) -> None:
+    for share in ranks(2).run(prune, ddp):
+        assert isinstance(share, float) and share > 0.3
+    for message in ranks(2).run(prune, fsdp2):
+        assert "['ModelPruning']" in message and "SequenceParallelFSDP2Strategy" in message and "ulysses_ddp" in message
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [2, 3])
+def test_and_is_refused_where_deepspeed_shards_them(ranks: Ranks, stage: int) -> None:
+    assert "['ModelPruning']" in ranks(2).run(prune, SequenceParallelDeepSpeedStrategy, stage=stage)[0]
 
 
 SAVE_ON_RANK_0 = """
