@@ -238,6 +238,16 @@ def call_callbacks(trainer: pl.Trainer, hook: str, *arguments: Any) -> None:
     LIGHTNING.get("lightning.pytorch.trainer.call", "_call_callback_hooks")(trainer, hook, *arguments)
 
 
+def first_place(trainer: pl.Trainer) -> int:
+    """Returns where in ``trainer.callbacks`` one belongs that comes before all others.
+
+    A search for a learning rate puts a list of its own there, and later asks the first of it what it has found.
+    """
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    search = LIGHTNING.get("lightning.pytorch.tuner.lr_finder", "_LRCallback")
+    return int(bool(callbacks) and isinstance(callbacks[0], search))
+
+
 def users_batch_sampler(sampler: Any) -> Any:
     """Returns the batch sampler in Lightning's recorder of indices, or the sampler itself."""
     return LIGHTNING.get(sampler, "_batch_sampler") if _is_recorder(sampler) else sampler

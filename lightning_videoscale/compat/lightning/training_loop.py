@@ -114,6 +114,13 @@ def asks_for_training_loader(trainer: pl.Trainer) -> bool:
     return LIGHTNING.get(loop, "_combined_loader") is None or bool(LIGHTNING.get(loop, "_should_reload_train_dl"))
 
 
+def has_begun_epoch(trainer: pl.Trainer) -> bool:
+    """Whether the loaders were told which epoch it is: one that is made from now on, in a hook, is not."""
+    loop: Any = trainer.fit_loop
+    epochs = loop.epoch_progress.current
+    return bool(epochs.ready > epochs.processed and not loop.restarting)
+
+
 def forget_training_loader(trainer: pl.Trainer) -> None:
     """Makes a Trainer that has made its training loader already ask for another when training begins."""
     LIGHTNING.put(trainer.fit_loop, "_combined_loader", None)

@@ -247,6 +247,7 @@ class VideoDataModule(pl.LightningDataModule):
         self._sampler, self._position, self._contents = sampler, position, contents
         if sampler is not None and position is not None:
             follow(position.trainer, sampler)
+            position.join(sampler.progress)
             if self._loss_weighting == "sample":
                 say_uneven(sampler.plan)
         if self._shards.weights is not None:

@@ -21,7 +21,13 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_videoscale.compat.lightning.training_loop import limited_batches, place_in_epoch, set_epoch_length
+from lightning_videoscale.compat.lightning import first_place
+from lightning_videoscale.compat.lightning.training_loop import (
+    has_begun_epoch,
+    limited_batches,
+    place_in_epoch,
+    set_epoch_length,
+)
 from lightning_videoscale.data.loading.consistency import check_same_plan
 from lightning_videoscale.data.loading.loader import PlannedSampler
 from lightning_videoscale.data.loading.loss_weighting import LossWeighting
@@ -91,7 +97,7 @@ def first_callback(trainer: pl.Trainer, kind: type[_Callback]) -> _Callback:
     found = next((callback for callback in callbacks if isinstance(callback, kind)), None)
     if found is None:
         found = kind()
-        callbacks.insert(0, found)
+        callbacks.insert(first_place(trainer), found)
     return found
 
 
@@ -151,9 +157,17 @@ class TrainerPosition:
         """Tells the Trainer where a pass over an epoch begins, unless it does not train now."""
         if not self.trainer.training:
             return
-        self._begun, self._first_step = progress, self.trainer.global_step
+        self._note(progress)
         place_in_epoch(self.trainer, progress.trained_as, progress.done, self._total)
         self._total = None
+
+    def join(self, progress: Progress) -> None:
+        """Begins a pass if the Trainer has begun its epoch: a search for a learning rate makes loaders in hooks."""
+        if self.trainer.training and has_begun_epoch(self.trainer):
+            self._note(progress)
+
+    def _note(self, progress: Progress) -> None:
+        self._begun, self._first_step = progress, self.trainer.global_step
 
     def now(self, sampler: PlannedSampler) -> Trained:
         """What is trained of the sampler's epoch.

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 
 from lightning_videoscale.callbacks import LossWeighting
@@ -314,6 +314,40 @@ def test_a_run_after_a_search_for_the_learning_rate_begins_at_the_beginning(
     assert sum(map(len, module.batches.values())) == min(steps, sum(map(len, plain.batches.values())))
     module.batches.clear()
     trainer.fit(module, data)
+    assert module.batches == plain.batches
+
+
+class SearchesAtEpoch(LearningRateFinder):
+    """Looks for a learning rate at the beginning of an epoch, as in Lightning's documentation of its base."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__(num_training_steps=5, early_stop_threshold=None)
+        self._epoch = epoch
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._epoch < 0:
+            self._search(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == self._epoch:
+            self._search(trainer, pl_module)
+
+    def _search(self, trainer: pl.Trainer, module: Any) -> None:
+        trained = {epoch: list(batches) for epoch, batches in module.batches.items()}
+        self.lr_find(trainer, module)
+        assert module.batches != trained
+        module.batches = trained
+
+
+@pytest.mark.parametrize("epoch", [-1, 0, 1])
+@pytest.mark.parametrize("window", [None, 25])
+def test_a_search_at_the_beginning_of_any_epoch_takes_no_samples(
+    shards: str, tmp_path: Path, epoch: int, window: int | None
+) -> None:
+    plain, module = Searched(), Searched()
+    for witness, searches in ((plain, []), (module, [SearchesAtEpoch(epoch)])):
+        trainer = trainer_with(max_epochs=3, default_root_dir=tmp_path, callbacks=searches)
+        trainer.fit(witness, VideoDataModule(shards, budget=BUDGET, window=window))
     assert module.batches == plain.batches
 
 
