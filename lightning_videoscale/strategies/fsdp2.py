@@ -28,9 +28,11 @@ from lightning_videoscale.parallel import SequenceMesh, SplitPlan
 from lightning_videoscale.parallel.layout import Size, SizeOfGroup
 from lightning_videoscale.parallel.schedules import ScheduleSetting
 from lightning_videoscale.parallel.transport import TransportName
+from lightning_videoscale.strategies.checkpoints.gathering import is_sharded
 from lightning_videoscale.strategies.compilation import CompileOptions
 from lightning_videoscale.strategies.generators import seed_generators
 from lightning_videoscale.strategies.gradient_hooks import refuse_before_sharding, refuse_uncalled
+from lightning_videoscale.strategies.lightning_messages import first_names
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.network_changes import check_present, split_plans
 from lightning_videoscale.strategies.precision import FSDP2_PRECISIONS, check_precision, refuse_outside_of_autocast
@@ -146,6 +148,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         self._init_sequence_parallel(self._sharding)
         self._sharded: weakref.WeakSet[pl.LightningModule] = weakref.WeakSet()
         self._undefined: list[str] = []
+        self._kept_whole: list[tuple[str, nn.Parameter]] = []
 
     @override
     def setup_environment(self) -> None:
@@ -220,6 +223,8 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         if isinstance(module, FSDPModule):
             for step in _STEPS:
                 register_fsdp_forward_method(module, step)
+        named = module.named_parameters(remove_duplicate=False)
+        self._kept_whole = [(name, p) for name, p in named if not p.requires_grad and not is_sharded(p)]
         note_dtypes(module)
         for path in networks:
             _refuse_inference_mode_at_first(module.get_submodule(path), path)
@@ -316,10 +321,23 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         self._refuse_undefined()
         unfrozen = untracked_parameters(self._module)
         if unfrozen:
-            raise ValueError(
-                f"{unfrozen} were frozen, hence kept whole, when the model was sharded, and train now. Let them "
-                "require gradients before fit, and freeze them in on_fit_start if they are to train later."
-            )
+            raise ValueError(_describe_unfrozen(unfrozen))
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        # Who adds what was frozen to an optimizer may fail at that: torch compares no whole tensors with shards.
+        unfrozen = [name for name, parameter in self._kept_whole if parameter.requires_grad]
+        if unfrozen and _describe_unfrozen(unfrozen) != str(exception):
+            exception.add_note(_describe_unfrozen(unfrozen))
+        super().on_exception(exception)
+
+
+def _describe_unfrozen(names: list[str]) -> str:
+    return (
+        f"{first_names(names)} were frozen, hence kept whole, when the model was sharded, and train now. Name their "
+        "network in shard_frozen=[...], or let them require gradients before fit, and freeze them in on_fit_start if "
+        "they are to train later."
+    )
 
 
 def _refuse_inference_mode_at_first(network: nn.Module, path: str) -> None:

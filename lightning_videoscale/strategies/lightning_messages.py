@@ -95,6 +95,12 @@ class OwnMessages(LaunchedStrategy):
         return "usp_ddp" if isinstance(named, int) and named > 1 else "ulysses_ddp"
 
 
+def first_names(names: list[str]) -> str:
+    """As many names of parameters as a message takes, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{names[:_SHOWN]}{more}"
+
+
 def refuse_fabric(name: str) -> NoReturn:
     """What Fabric calls for one of our names, of which it would otherwise say that there is none.
 

@@ -47,7 +47,7 @@ from lightning_videoscale.strategies.failures.stopping import StopsOnSignals
 from lightning_videoscale.strategies.garbage import CollectsTogether
 from lightning_videoscale.strategies.generators import seed_generators
 from lightning_videoscale.strategies.graphs import describe_graphs
-from lightning_videoscale.strategies.lightning_messages import OwnMessages
+from lightning_videoscale.strategies.lightning_messages import OwnMessages, first_names
 from lightning_videoscale.strategies.mesh.of_run import HasMesh
 from lightning_videoscale.strategies.network_changes import ModelTransform, change_networks, split_plans, transform
 from lightning_videoscale.strategies.parity import ParityReport, compare, loss_and_gradients
@@ -343,9 +343,10 @@ class SequenceParallelMixin(
         unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
         if unfrozen:
             raise ValueError(
-                f"{unfrozen} were frozen when the model was set up, so nobody would average their gradients, and train "
-                "now. Let them require gradients before fit, and freeze them in on_fit_start if they are to train "
-                "later; DDP then needs find_unused_parameters=True."
+                f"{first_names(unfrozen)} were frozen when the model was set up, so nobody would average their "
+                "gradients, and train now. Let them require gradients before fit, and freeze them in on_fit_start if "
+                "they are to train later (Lightning's BaseFinetuning does so in setup, which is too early); DDP then "
+                "needs find_unused_parameters=True."
             )
 
     @override
