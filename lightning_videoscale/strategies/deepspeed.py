@@ -127,7 +127,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         from deepspeed.accelerator import get_accelerator
 
         check_weight_averaging(self._module.trainer, type(self).__name__)
-        check_pruning(self._module.trainer, type(self).__name__)
+        check_pruning(self._module.trainer, type(self).__name__, allow_masks=True)
         if get_accelerator().device_name() != self.root_device.type:
             raise ValueError(
                 f"The Trainer runs on {self.root_device.type!r} and DeepSpeed on {get_accelerator().device_name()!r}: "

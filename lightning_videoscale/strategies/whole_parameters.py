@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_videoscale.compat.lightning import timeout_of
+from lightning_videoscale.compat.lightning import rewinds_weights, timeout_of
 from lightning_videoscale.strategies.checkpoints.gathering import gather_parameter, is_sharded
 from lightning_videoscale.strategies.failures.rendezvous import Rendezvous, note_exits
 from lightning_videoscale.strategies.parent import StrategyPart
@@ -108,21 +108,29 @@ class WholeParameters(StrategyPart):
         return all(parameter in self._gathered for parameter in module.parameters() if is_sharded(parameter))
 
 
-def check_pruning(trainer: pl.Trainer, strategy: str) -> None:
-    """Refuses to fit with a callback that prunes: it ranks the values of whole parameters, and masks these.
+def check_pruning(trainer: pl.Trainer, strategy: str, *, allow_masks: bool = False) -> None:
+    """Refuses to fit with a callback that prunes, as it ranks the values of whole parameters.
 
-    With FSDP2's shards it ends in an error of torch's about placements, after the first epoch. Under ZeRO it masks, and
-    the steps that follow are not those of one device.
+    With FSDP2's shards that ends in an error of torch's about placements, after the first epoch. ZeRO's parameters can
+    be masked. But where the callback sets them back to their first values, the next step is made from ZeRO's own
+    copies, which have not changed.
+
+    Args:
+        trainer: The Trainer.
+        strategy: The strategy's name, for messages.
+        allow_masks: Whether only setting weights back is refused.
 
     Raises:
-        ValueError: If it is about to fit with Lightning's `ModelPruning`.
+        ValueError: If it is about to fit with such a `ModelPruning` of Lightning's.
     """
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    found = [type(callback).__name__ for callback in callbacks if isinstance(callback, ModelPruning)]
-    if found and trainer.state.fn == TrainerFn.FITTING:
+    found = [callback for callback in callbacks if isinstance(callback, ModelPruning)]
+    refused = [type(c).__name__ for c in found if rewinds_weights(c) or not allow_masks]
+    if refused and trainer.state.fn == TrainerFn.FITTING:
+        others = "give it use_lottery_ticket_hypothesis=False" if allow_masks else "leave the callback out"
         raise ValueError(
-            f"{found} cannot prune the parameters that {strategy} shards: Lightning's pruning needs whole ones. Leave "
-            "the callback out, or train under ulysses_ddp or usp_ddp."
+            f"{refused} cannot {'set back' if allow_masks else 'prune'} the parameters that {strategy} shards: "
+            f"Lightning's pruning needs whole ones. Train under ulysses_ddp or usp_ddp, or {others}."
         )
 
 

@@ -27,9 +27,11 @@ from torch.distributed.tensor import DTensor
 
 from lightning_videoscale.strategies import SequenceParallelDeepSpeedStrategy
 from lightning_videoscale.strategies.failures.rendezvous import Rendezvous
+from tests.distributed.parity import SGDFlow
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import RectifiedFlow
 from tests.distributed.zero import deepspeed_on_cpu, needs_deepspeed
+from tests.models import gradient_error
 from tests.strategies.fsdp2.training import clips, ddp, fsdp2, trainer
 
 Ranks = Callable[[int], ProcessPool]
@@ -214,34 +216,46 @@ def test_a_rank_with_an_error_is_not_there_before_the_error_is(ranks: Ranks) -> 
     assert others == "rank 0 failed in a call: OSError: No space left on device"
 
 
-def prune(strategy: Callable[..., Strategy], **settings: Any) -> str | float:
-    """What is said against pruning, or the share of a layer that is pruned."""
-    module, half = RectifiedFlow(), ModelPruning("l1_unstructured", amount=0.5, parameter_names=["weight"])
+def prune(strategy: Callable[..., Strategy], rewind: bool = True, **settings: Any) -> str | dict[str, Tensor]:
+    """What is said against pruning, or the weights after an epoch that was trained with half of them."""
+    half = ModelPruning("l1_unstructured", amount=0.5, parameter_names=["weight"], use_lottery_ticket_hypothesis=rewind)
+    limits: dict[str, Any] = {"max_epochs": 2, "max_steps": -1, "limit_train_batches": 2}
+    module = SGDFlow()
     with deepspeed_on_cpu():
+        runner = trainer(strategy(**settings), callbacks=[half], use_distributed_sampler=False, **limits)
         try:
-            trainer(strategy(**settings), callbacks=[half], max_epochs=1).fit(module, clips())
+            runner.fit(module, clips())
         except ValueError as error:
             return str(error)
-    return float((module.transformer.blocks[0].ffn.net[2].weight == 0).float().mean())
+        with runner.strategy.whole_parameters(module):
+            return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
-def test_lightnings_pruning_needs_whole_parameters(ranks: Ranks) -> None:
-    for share in ranks(2).run(prune, ddp):
-        assert isinstance(share, float) and share > 0.3
-    for message in ranks(2).run(prune, fsdp2):
+@pytest.mark.parametrize("rewind", [False, True])
+def test_lightnings_pruning_needs_whole_parameters(ranks: Ranks, rewind: bool) -> None:
+    (expected,) = ranks(1).run(prune, ddp, rewind)
+    assert (expected["transformer.blocks.0.ffn.net.2.weight"] == 0).float().mean() > 0.3
+    for parameters in ranks(2).run(prune, ddp, rewind):
+        assert gradient_error(parameters, expected) < 1e-4
+    for message in ranks(2).run(prune, fsdp2, rewind):
         assert "['ModelPruning']" in message and "SequenceParallelFSDP2Strategy" in message and "ulysses_ddp" in message
 
 
 @needs_deepspeed
 @pytest.mark.parametrize("stage", [2, 3])
-def test_and_is_refused_where_deepspeed_shards_them(ranks: Ranks, stage: int) -> None:
-    assert "['ModelPruning']" in ranks(2).run(prune, SequenceParallelDeepSpeedStrategy, stage=stage)[0]
+def test_deepspeed_prunes_but_sets_no_weights_back(ranks: Ranks, stage: int) -> None:
+    (expected,) = ranks(1).run(prune, ddp, False)
+    parameters = ranks(2).run(prune, SequenceParallelDeepSpeedStrategy, False, stage=stage)[0]
+    assert gradient_error(parameters, expected) < 1e-4
+    for message in ranks(2).run(prune, SequenceParallelDeepSpeedStrategy, stage=stage):
+        assert "['ModelPruning']" in message and "use_lottery_ticket_hypothesis=False" in message
 
 
 SAVE_ON_RANK_0 = """
 import sys
 from pathlib import Path
 from tests.distributed.wan_training import RectifiedFlow
+from tests.models import gradient_error
 from tests.strategies.fsdp2.training import clips, trainer
 
 module, runner = RectifiedFlow(), trainer("ulysses_fsdp2", devices=2)

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ParallelStrategy
@@ -246,6 +246,11 @@ def first_place(trainer: pl.Trainer) -> int:
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     search = LIGHTNING.get("lightning.pytorch.tuner.lr_finder", "_LRCallback")
     return int(bool(callbacks) and isinstance(callbacks[0], search))
+
+
+def rewinds_weights(callback: ModelPruning) -> bool:
+    """Whether a callback that prunes also sets weights back to their first values, as it does by default."""
+    return bool(LIGHTNING.get(callback, "_use_lottery_ticket_hypothesis"))
 
 
 def users_batch_sampler(sampler: Any) -> Any:
