@@ -36,9 +36,9 @@ from lightning_videoscale.strategies.lightning_messages import first_names
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.network_changes import check_present, split_plans
 from lightning_videoscale.strategies.precision import FSDP2_PRECISIONS, check_precision, refuse_outside_of_autocast
-from lightning_videoscale.strategies.second_backward import refuse_second_backward
 from lightning_videoscale.strategies.settings import SequenceParallelSettings, check_paths
-from lightning_videoscale.strategies.sharded_calls import watch_calls
+from lightning_videoscale.strategies.sharded.calls import watch_calls
+from lightning_videoscale.strategies.sharded.second_backward import refuse_second_backward
 from lightning_videoscale.strategies.units import (
     apart,
     broadcast_from_first,
