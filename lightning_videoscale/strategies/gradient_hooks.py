@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_videoscale.compat.torch.autograd import has_hooks, has_hooks_on_grad
+from lightning_videoscale.strategies.lightning_messages import first_names
 
 
 def refuse_before_averaging(module: nn.Module) -> None:
@@ -59,4 +60,4 @@ def refuse_uncalled(module: nn.Module) -> None:
 
 def _trained_with(parameters: Iterable[tuple[str, nn.Parameter]], has_hook: Callable[[Tensor], bool]) -> str:
     names = [name for name, parameter in parameters if parameter.requires_grad and has_hook(parameter)]
-    return f"{names[:3]}{f' and {len(names) - 3} more' if len(names) > 3 else ''}" if names else ""
+    return first_names(names) if names else ""

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
+from lightning_videoscale.strategies.lightning_messages import first_names
 
 Names = tuple[str, ...]
 """All names of one parameter: a shared one has several, of which the first is saved."""
@@ -122,8 +123,8 @@ def check_groups(
         if lost or new:
             raise CheckpointError(
                 f"Parameter group {index} of the optimizer differs from the checkpoint's: "
-                f"{_some(lost)} had a state there and are not in it now, {_some(new)} are new. Give it the same "
-                "parameters, or start from the weights alone (a checkpoint saved with weights_only=True)."
+                f"{first_names(lost)} had a state there and are not in it now, {first_names(new)} are new. Give it "
+                "the same parameters, or start from the weights alone (a checkpoint saved with weights_only=True)."
             )
     return [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in groups]
 
@@ -131,7 +132,3 @@ def check_groups(
 def _like(values: SavedTensors, key: str, parameter: nn.Parameter) -> Tensor | None:
     """What a state is placed and sharded like: the parameter, for states of its shape."""
     return parameter if parameter.ndim and values.shape(key) == parameter.shape else None
-
-
-def _some(names: list[str]) -> str:
-    return f"{names[:5]}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"

@@ -13,9 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_videoscale.compat.torch.data_parallel import replacements
 from lightning_videoscale.compat.torch.trees import tensors_of
+from lightning_videoscale.strategies.lightning_messages import first_names
 from lightning_videoscale.strategies.units import class_before_sharding
-
-_SHOWN = 3  # names of parameters in a message
 
 
 def watch_calls(network: nn.Module) -> None:
@@ -48,8 +47,7 @@ def _refuse_replaced(network: nn.Module) -> None:
         if names:
             raise NotImplementedError(
                 f"{class_before_sharding(network).__name__} is called with other tensors in the place of "
-                f"{len(names)} parameters ({', '.join(names[:_SHOWN])}{' and others' * (len(names) > _SHOWN)}), as by "
-                "torch.func.functional_call. FSDP2 would compute with its own. Use "
+                f"{first_names(names)}, as by torch.func.functional_call. FSDP2 would compute with its own. Use "
                 'strategy="ulysses_ddp", or give these weights a network of their own: a copy made in __init__ or '
                 "configure_model, named in shard_frozen= if it is frozen."
             )
