@@ -76,7 +76,8 @@ class Deep(Flow):
 
     def __init__(self) -> None:
         super().__init__()
-        self.transformer = tiny_wan(num_layers=8, num_attention_heads=8, attention_head_dim=128, ffn_dim=4096)
+        wide = {"num_attention_heads": 8, "attention_head_dim": 128, "ffn_dim": 4096}
+        self.transformer = tiny_wan(num_layers=8, rope_max_seq_len=64, **wide)
         self.batches = deque(maxlen=1)  # type: ignore[assignment]
 
 
