@@ -53,10 +53,10 @@ class GrowingMatrix:
             raise begun
         self.rows.extend(begun)
 
-    def __contains__(self, cell: Cell) -> bool:
-        """Whether there is a row of the cell."""
+    def row_of(self, cell: Cell) -> MatrixRow | None:
+        """The row of a cell; None where there is none yet."""
         (frames, height, width, _), length, samples = cell
-        return any(_key(row) == (frames, height, width, samples, length) for row in self.rows)
+        return next((row for row in self.rows if _key(row) == (frames, height, width, samples, length)), None)
 
     def append(self, row: MatrixRow) -> None:
         """Adds a row and keeps it."""

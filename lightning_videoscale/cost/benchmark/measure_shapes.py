@@ -28,11 +28,12 @@ from lightning_videoscale.topology import RunsByGraphs, topology_of
 DECISIVE = ("gpu", "world_size", "strategy", "sequence_parallel_size", "graphs", "precision", "module", "parameters")
 """What of the provenance decides over time and memory: matrices that differ in it hold for other runs."""
 
-_STEADY = 0.1
-"""Spread up to which the repeats of a cell agree."""
-
 _REPEATS = (2, 20)
 """Two of a step that is longer than the time for its cell: its own time hardly varies then, and both show whether."""
+
+_STEADY, _STEADY_OF_TWO = 0.1, 0.03
+"""Spread up to which the repeats of a cell agree. Of two nothing tells which one was disturbed, and undisturbed ones
+of a step so long are within 1 %."""
 
 
 def measure_shapes(
@@ -47,9 +48,9 @@ def measure_shapes(
 
     A cell that is out of memory is a row like any other, and larger batches of its sequence length are left out. Under
     strategies with exchanges in the forward pass (sharded parameters, split sequences), a cell is not tried where the
-    peaks so far say that it does not fit. Cells whose repeats differ by more than a tenth are measured once more in
-    the end, the last first: what disturbed them, such as other work on the host, may be over then. Where networks run
-    by CUDA graphs, a cell is timed once it has been captured, or will not be.
+    peaks so far say that it does not fit. Cells whose repeats differ by more than a tenth, or by 3 % where they are but
+    two, are measured once more in the end, the last first: what disturbed them, such as other work on the host, may be
+    over then. Where networks run by CUDA graphs, a cell is timed once it has been captured, or will not be.
 
     Args:
         trainer: A Trainer whose model is wrapped, not in the middle of a step.
@@ -71,9 +72,8 @@ def measure_shapes(
         matrix = GrowingMatrix(trainer, provenance_of(trainer), capacity, file)
         full = {row.sequence_length for row in matrix.rows if row.outcome != "measured"}
         with_states = True  # of the optimizers, which no earlier run can have left
-        unsteady: list[Cell] = []
         for cell in tqdm(cells, desc="benchmark", unit=" shapes", disable=not shown, leave=False):
-            if cell.sequence_length in full or cell in matrix:
+            if cell.sequence_length in full or matrix.row_of(cell) is not None:
                 continue
             if steps.exchanges_inside and _is_beyond(cell, matrix.rows, capacity):
                 row = _row(cell, outcome="not_tried")
@@ -85,9 +85,8 @@ def measure_shapes(
                 full.add(cell.sequence_length)
             matrix.append(row)
             steps.drop_gradients()
-            if row.spread is not None and row.spread > _STEADY:
-                unsteady.append(cell)
-        for cell in tqdm(unsteady[::-1], desc="once more", unit=" shapes", disable=not shown, leave=False):
+        unsteady = [cell for cell in reversed(cells) if not _is_steady(matrix.row_of(cell), seconds)]
+        for cell in tqdm(unsteady, desc="once more", unit=" shapes", disable=not shown, leave=False):
             matrix.improve(_measure(steps, ranks, cell, batches, seconds, with_states=False))
             steps.drop_gradients()
     return matrix.finish()
@@ -136,7 +135,7 @@ def _measure(
     if with_states:
         steps.run(batch)  # here DDP makes its buckets anew, beside the old ones
     steps.reset_peak()
-    repeats = min(max(math.ceil(seconds / first), _REPEATS[0]), _REPEATS[1])
+    repeats = _repeats(seconds, first)
     if is_warm_up := first < seconds or steps.until_graphs > 0:
         for _ in range(steps.until_graphs - 1):
             steps.run(batch)
@@ -161,6 +160,17 @@ def _measure(
         first_peak_bytes=ranks.largest_of(steps.peak_bytes),
         start_bytes=ranks.largest_of(steps.start_bytes(later_peak)),
     )
+
+
+def _repeats(seconds: float, of_a_step: float) -> int:
+    return min(max(math.ceil(seconds / of_a_step), _REPEATS[0]), _REPEATS[1])
+
+
+def _is_steady(row: MatrixRow | None, seconds: float) -> bool:
+    """Whether the repeats of a cell agree; so does what was not measured."""
+    if row is None or row.spread is None or row.seconds is None:
+        return True
+    return row.spread <= (_STEADY_OF_TWO if _repeats(seconds, row.seconds) == _REPEATS[0] else _STEADY)
 
 
 def _fits_beside_gradients(steps: RealSteps) -> bool:
