@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_videoscale.attention import AttentionBackend
@@ -24,6 +25,7 @@ from lightning_videoscale.parallel.layout import Size, SizeOfGroup
 from lightning_videoscale.parallel.schedules import ScheduleSetting
 from lightning_videoscale.parallel.transport import TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
+from lightning_videoscale.strategies.first_buckets import FirstBuckets
 from lightning_videoscale.strategies.gradient_hooks import refuse_before_averaging
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
@@ -138,6 +140,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
             )
         )
         self._wrapped: set[Parameter] = set()
+        self._first_buckets = FirstBuckets()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -155,7 +158,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
         leave_to_caller(model, quantized)
         broadcast_from_first(dict.fromkeys(quantized.values()), self.root_device)
         wrapped = super().wrap(model)
-        self._wrapped = set(model.parameters())
+        self._wrapped, self._first_buckets = set(model.parameters()), FirstBuckets()
         if not {"broadcast_buffers", "forward_sync_buffers"} & ddp_arguments(self).keys():
             # Rotary tables are buffers: broadcasting them in every forward would make each wait for the slowest rank.
             wrapped.broadcast_buffers = False
@@ -182,7 +185,16 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         self._refuse_late()
+        if isinstance(self.model, DistributedDataParallel):
+            self._first_buckets.await_release(self.model, self.root_device)
         super().pre_backward(closure_loss)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, *args, **kwargs)
+        if isinstance(self.model, DistributedDataParallel):
+            self._first_buckets.note(self.model)
+        return result
 
     def _refuse_late(self) -> None:
         """DDP averages the gradients of what the model had when it was wrapped, and of nothing else.

@@ -326,6 +326,19 @@ def calls_of_ddp() -> list[str]:
     return called
 
 
+def buckets_of_ddp() -> list[bool]:
+    model, new = DistributedDataParallel(nn.Linear(2, 2)), []
+    for _ in range(3):
+        loss = model(torch.randn(4, 2)).sum()
+        new.append(data_parallel.has_new_buckets(model))
+        loss.backward()
+    return new
+
+
+def test_ddp_makes_its_buckets_anew_in_the_second_step(ranks: Ranks) -> None:
+    assert ranks(2).run(buckets_of_ddp) == [[False, True, True]] * 2
+
+
 def test_ddp_waits_for_buffers_where_we_say(ranks: Ranks) -> None:
     assert ranks(2).run(calls_of_ddp) == [["_sync_buffers"]] * 2
 

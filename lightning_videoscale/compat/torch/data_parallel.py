@@ -31,6 +31,11 @@ def leave_to_caller(model: nn.Module, names: Iterable[str]) -> None:
     mark(model, [*told, *names])
 
 
+def has_new_buckets(model: DistributedDataParallel) -> bool:
+    """Whether DDP has made its buckets anew, in the order of the first backward; it says so in its log alone."""
+    return bool(TORCH.get(model, "_has_rebuilt_buckets"))
+
+
 def gathers_and_reductions(root: nn.Module) -> list[Method]:
     """The methods in which FSDP2 waits for parameters and gradients of the modules that it sharded under ``root``.
 
