@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from lightning_videoscale.parallel.context import SequenceContext
-from lightning_videoscale.parallel.sharding import gather, split
+from lightning_videoscale.parallel.sharding import gather_for_users, split
 
 _CONTEXT = "_sequence_context"
 
@@ -41,6 +41,7 @@ def gather_sequence(x: Tensor, dim: int, model: nn.Module, streams: Sequence[str
         per_token = (hidden - target).square().mean(-1)                      # (B, s), s of this rank's S tokens
         loss = loss + gather_sequence(per_token, 1, self.transformer).mean()  # over (B, S)
 
+    What must see all tokens may also go on inside the network, as a hook that adds their mean to each of them.
     Collective over the group. Gradients follow the one rule (see `sharding`): they are averaged over all ranks.
 
     Args:
@@ -50,7 +51,7 @@ def gather_sequence(x: Tensor, dim: int, model: nn.Module, streams: Sequence[str
         streams: Whose tokens they are, one stream behind the other.
     """
     context = context_of(model)
-    return x if context is None or context.suspended else gather(x, dim, context, streams)
+    return x if context is None or context.suspended else gather_for_users(x, dim, context, streams)
 
 
 def split_sequence(x: Tensor, dim: int, model: nn.Module, streams: Sequence[str] = ("video",)) -> Tensor:

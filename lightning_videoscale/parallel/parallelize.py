@@ -74,7 +74,7 @@ def parallelize(
         plan: What is split where; the plan known for the model's class if left out.
         transport: What sends messages; collectives if left out.
         verify_plan: Whether to verify the plan. One that is `SplitPlan.exact` is verified only where something was
-            added to the network that seems to mix tokens, such as a convolution in a block.
+            added to the network that may mix tokens, such as a hook or a convolution in a block.
         attention_backend: Which kernel computes attention: one by name, or ``"auto"``, which is torch's own pick until
             `AttentionChoices` has measured. To have it measure, make one and call its ``settle`` between steps.
         schedule: In which order projections and exchanges run: ``"serial"``, or ``"overlap"`` or ``"sliced"``, which
@@ -299,7 +299,8 @@ def _check_first_call(
             _refuse_cache(module)
             report = check(args, kwargs)
             if report is not None and dist.get_rank() == 0:
-                log(f"{network.name} has what seems to mix tokens of a slice, and was compared: {report}.")
+                what = "what seems to mix tokens of a slice, or code of users"
+                log(f"{network.name} has {what}, and was compared: {report}.")
             checked = True  # after it, so that whoever catches an error and goes on hears of it again
 
     return hook

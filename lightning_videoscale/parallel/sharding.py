@@ -7,7 +7,8 @@ the same loss from the gathered outputs. Hence
 - the gradient of a `split` is the local gradient padded with zeros; it never gathers, because the averaging adds the
   ranks' slices up;
 - the gradient of a `gather_inside`, in front of a module that sees all tokens and whose output is split again, is the
-  sum of all ranks' gradients for this rank's tokens: each rank's covers what became of its own slice only.
+  sum of all ranks' gradients for this rank's tokens: each rank's covers what became of its own slice only. So is that
+  of a `gather_for_users`, which serves both: where all ranks take the same loss of it, the sum is what a `gather` has.
 
 A parameter before the split, inside the region, after the gather, or fed into the region from outside then receives
 exactly the gradient it has on one rank.
@@ -142,6 +143,12 @@ def gather(x: Tensor, dim: int, context: SequenceContext, streams: Sequence[str]
 def gather_inside(x: Tensor, dim: int, context: SequenceContext, streams: Sequence[str] = ("video",)) -> Tensor:
     """As `gather`, in front of a module whose outputs are split again: the ranks' gradients differ, and are summed."""
     return _gathered(_GatherInside, x, dim, context, streams)
+
+
+def gather_for_users(x: Tensor, dim: int, context: SequenceContext, streams: Sequence[str] = ("video",)) -> Tensor:
+    """As `gather`, of which nobody knows what it is for: a loss, or what goes on with the tokens of each rank."""
+    context.resume_behind(x)
+    return _gathered(_GatherForUsers, x, dim, context, streams)
 
 
 def gradient_of_slices(
@@ -291,6 +298,14 @@ class _GatherInside(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _SumOfSlices.apply(grad, ctx.place), None  # type: ignore[no-untyped-call]
+
+
+class _GatherForUsers(_GatherInside):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: _SliceLayout) -> Tensor:
+        whole = _GatherInside.forward(ctx, x, place)
+        ctx.returns = "whole"
+        return whole
 
 
 class _SumOfSlices(torch.autograd.Function):

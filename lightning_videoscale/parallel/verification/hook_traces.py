@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from lightning_videoscale.compat.torch.modules import hooks_of
+from lightning_videoscale.parallel.verification.user_code import functions_of_users
 
 _CONTAINERS = (list, dict, defaultdict, OrderedDict, set, deque)
 _LIBRARIES = {"torch", "lightning", "pytorch_lightning", "lightning_videoscale", "deepspeed", "builtins"}
@@ -29,15 +30,20 @@ def undone(network: nn.Module) -> Iterator[None]:
     This is what their functions refer to, attributes of it, and lists, dicts, sets and deques in these. What an
     iterator or a generator has given is gone.
     """
-    reached: dict[int, Any] = {}
-    for module in network.modules():
-        for hook in chain.from_iterable(hooks.values() for hooks in hooks_of(module) or ()):
-            for x in _referred(hook):
-                reached[id(x)] = x
     with ExitStack() as undo:
-        for x in list(reached.values()):
+        for x in reached(network):
             _keep(x, undo)
         yield
+
+
+def reached(network: nn.Module) -> list[Any]:
+    """Returns the objects that hooks on a network's modules refer to, and what users have put in place of a forward."""
+    found: dict[int, Any] = {}
+    for module in network.modules():
+        hooks = chain.from_iterable(hooks.values() for hooks in hooks_of(module) or ())
+        for function in (*hooks, *functions_of_users(module)):
+            found |= {id(x): x for x in _referred(function)}
+    return list(found.values())
 
 
 def _referred(hook: Any) -> list[Any]:
@@ -45,7 +51,7 @@ def _referred(hook: Any) -> list[Any]:
     if isinstance(hook, functools.partial):
         return [*hook.args, *hook.keywords.values(), *_referred(hook.func)]
     if ismethod(hook):
-        return [hook.__self__]
+        return [hook.__self__, *_referred(hook.__func__)]
     if not isfunction(hook):
         return [hook]
     if _is_of_library(hook):

@@ -27,6 +27,7 @@ from lightning_videoscale.parallel.mesh import Axis
 from lightning_videoscale.parallel.verification.exchange_watch import ExchangeWatch
 from lightning_videoscale.parallel.verification.token_mixing import TokenMixing
 from lightning_videoscale.parallel.verification.trial_run import Rehearsal, SplitNetwork, eval_mode, rehearse, stage
+from lightning_videoscale.parallel.verification.user_code import user_code
 from lightning_videoscale.ranks import gather_over_ranks
 
 _BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-2}  # models compute norms and tables in float32, TF32 rounds
@@ -73,11 +74,13 @@ def compare(
     *,
     gradients: bool,
     group: ProcessGroup | None = None,
+    may_fail: bool = False,
 ) -> PlanReport:
     """Runs the network split and whole and compares; collective over a group, or all ranks, which must all come here.
 
     Where a GPU has no room for the whole sequence, gradients are left out, or all. A network that draws random numbers
-    is compared in eval mode.
+    is compared in eval mode. With ``may_fail`` all is left out where the whole network ends in an error, as with a hook
+    that adds the slices of another split network.
 
     Raises:
         ValueError: On all ranks, if it mixes tokens where ranks have their own only, or the results differ.
@@ -86,7 +89,7 @@ def compare(
     network, sp = split.network, split.context.mesh.sp
     device = _device_of(split, args, kwargs)
     remark = ""
-    with stage(network), _fresh_peak(device):
+    with stage(split), _fresh_peak(device):
         mixing = TokenMixing(split.context)
         with mixing.watching(network), ExchangeWatch(split, group).watching():
             on_slices = _attempt(split, args, kwargs, device, gradients, whole=False)
@@ -97,10 +100,16 @@ def compare(
             gradients, remark = False, "gradients left out, as checkpoints with use_reentrant=True give none"
         elif gradients and not all(room for _, room in everyone):
             gradients, remark = False, f"gradients left out, since {_NO_ROOM}"
-        whole = _attempt(split, args, kwargs, device, gradients, whole=True)
+        whole, why = None, _NO_ROOM
+        try:
+            whole = _attempt(split, args, kwargs, device, gradients, whole=True)
+        except Exception as error:
+            if not may_fail:
+                raise
+            why = f"it does not run on the whole sequence ({type(error).__name__}: {error})"
         if not all(gathered(whole is not None)):
             _refuse_mixing(split.name, found)
-            return PlanReport({}, 0.0, time.perf_counter() - started, f"since {_NO_ROOM}")
+            return PlanReport({}, 0.0, time.perf_counter() - started, f"since {why}")
         assert whole is not None
         buffers = on_slices.buffers, whole.buffers
         if any(gathered(whole.drew)):  # in the region, each rank draws its own
@@ -137,29 +146,45 @@ def check_exchanges(
 
     For plans whose values need no comparison. What is seen is what a user may have changed: another attention backend,
     a mask, a module that attends to its own tokens only. What seems to mix tokens otherwise, such as a convolution
-    that was added to a block, need not: another dim may be as long as a slice. Then all is compared, and reported.
+    that was added to a block, need not: another dim may be as long as a slice. Nor need hooks and modules of users,
+    of which nothing is seen. Then all is compared, and reported.
 
     Args:
         split: The network.
         args: What it is called with.
         kwargs: As ``args``, by name.
-        compares: Whether to compare where tokens seem to be mixed.
+        compares: Whether to compare where tokens seem to be mixed, or code of users runs.
 
     Raises:
         ValueError: On all ranks of the group, naming the module.
     """
-    group = split.context.mesh.sp.group
-    with stage(split.network):
+    group, device = split.context.mesh.sp.group, _device_of(split, args, kwargs)
+    with stage(split), _fresh_peak(device):  # around the comparison too: FSDP2 has forgotten what it gathered
         mixing = TokenMixing(split.context)
         with mixing.watching(split.network), ExchangeWatch(split, group).watching():
-            _attempt(split, args, kwargs, _device_of(split, args, kwargs), gradients=False, whole=False)
+            _attempt(split, args, kwargs, device, gradients=False, whole=False)
             attention = [found for found in mixing.found if "attention" in found.rpartition(" calls ")[2]]
             if attention:
                 raise ValueError(_mixing_message(split.name, attention))
+        if not compares:
+            return None
         together = None if _is_sharded(split) else group  # ranks that hold parameters for each other run alike
-    if not compares or not any(gather_over_ranks(mixing.found, together)):
-        return None
-    return compare(split, args, kwargs, gradients=torch.is_grad_enabled(), group=together)
+        theirs = user_code(mixing.region.items())
+        has_room = _has_room(device, split.context.mesh.sp.size)
+        everyone = gather_over_ranks((bool(mixing.found), bool(theirs), has_room), together)
+        mixes, runs_theirs = (any(of_ranks) for of_ranks in list(zip(*everyone, strict=True))[:2])
+        if not (mixes or runs_theirs):
+            return None
+        if not (mixes or all(room for _, _, room in everyone)):
+            return PlanReport({}, 0.0, 0.0, f"since {_NO_ROOM}")
+        gradients = torch.is_grad_enabled()
+        try:
+            report = compare(split, args, kwargs, gradients=gradients, group=together, may_fail=not mixes)
+        except ValueError as error:
+            if theirs:
+                error.add_note(_of_users(theirs))
+            raise
+        return report if mixes or report.remark else None
 
 
 def _is_sharded(split: SplitNetwork) -> bool:
@@ -210,6 +235,16 @@ def _difference_message(name: str, report: PlanReport) -> str:
         "softmax, cumsum or roll over tokens, positions counted from x.shape[1], or a missing gather. Exchange it in "
         "the plan's attention=, split the positions as inputs, or let the plan split after it or gather before it. "
         "verify_plan=False trains it as it is."
+    )
+
+
+def _of_users(theirs: list[str]) -> str:
+    """A hint where the cause is not the plan."""
+    listed = "; ".join(theirs[:3]) + f", and {len(theirs) - 3} others" * (len(theirs) > 3)
+    return (
+        "The split plan is one that tests hold to one device, so look at what else runs on this rank's tokens: "
+        f"{listed}. With lightning_videoscale.parallel.gather_sequence it sees all tokens, and split_sequence gives this "
+        "rank's of what is whole."
     )
 
 

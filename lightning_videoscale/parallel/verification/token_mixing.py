@@ -29,6 +29,7 @@ class TokenMixing(TorchFunctionMode):
 
     Attributes:
         found: The calls, as "module path (class): what".
+        region: The modules that were given tokens of a slice, or returned some, by path; without the network itself.
     """
 
     leaves_attention = True  # see `attention.dispatch`
@@ -36,6 +37,7 @@ class TokenMixing(TorchFunctionMode):
     def __init__(self, context: SequenceContext) -> None:
         super().__init__()
         self.found: list[str] = []
+        self.region: dict[str, nn.Module] = {}
         self._context = context
         self._slices = WeakIdKeyDictionary()
         self._seen_ids: set[int] = set()  # of slices that were, too: asked first, as most tensors are not among them
@@ -46,11 +48,17 @@ class TokenMixing(TorchFunctionMode):
         """Inside, forward passes of the network are followed."""
         names = {module: name for name, module in network.named_modules()}
 
-        def enter(module: nn.Module, _: Any) -> None:
-            self._path.append(f"{names.get(module, '?') or 'the network'} ({type(module).__name__})")
+        def note(module: nn.Module, values: Any) -> None:
+            if (name := names.get(module)) and any(map(self._is_followed, quick_leaves(values))):
+                self.region[name] = module
 
-        def leave(*_: Any) -> None:
+        def enter(module: nn.Module, args: Any) -> None:
+            self._path.append(f"{names.get(module, '?') or 'the network'} ({type(module).__name__})")
+            note(module, args)
+
+        def leave(module: nn.Module, _: Any, output: Any) -> None:
             self._path.pop()
+            note(module, output)
 
         handles = [
             nn.modules.module.register_module_forward_pre_hook(enter),

@@ -7,7 +7,7 @@ wrote down. What surrounds the call (DDP, FSDP2, ZeRO, autocast, a checkpoint, c
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_videoscale.compat.deepspeed import full_numel
@@ -37,6 +38,7 @@ class SplitNetwork:
     def __init__(self, network: nn.Module, plan: SplitPlan, context: SequenceContext) -> None:
         self.name = type(network).__name__  # FSDP2 makes another class of it
         self.network, self.plan, self.context = network, plan, context
+        self.around: list[FSDPModule] = []  # sharded, whose forward is under way; see `stage`
         self._restore_attention = exchange_attention(network, plan, context)
 
     def restore_attention(self) -> None:
@@ -99,7 +101,10 @@ def rehearse(
         return leaf.clone()  # the network may write into it, as it may not into a leaf
 
     args, kwargs = tree_map_only(Tensor, copied, (args, dict(kwargs)))
+    for module in split.around:  # hooks may use what it holds beside the network, and an earlier backward has freed it
+        module.unshard()
     with ExitStack() as contexts:
+        contexts.enter_context(_filled_zeros(_beside(split.network)))
         contexts.enter_context(split.context.randomness.put_back(device))
         contexts.enter_context(_own_generators_put_back(split.network, args, kwargs))
         contexts.callback(keep_caches(split.network))
@@ -125,9 +130,9 @@ def rehearse(
 
 
 @contextmanager
-def stage(network: nn.Module) -> Iterator[None]:
+def stage(split: SplitNetwork) -> Iterator[None]:
     """What surrounds the rehearsals of a network: nothing is compiled, gathered or zero."""
-    with torch.compiler.set_stance("force_eager"), _at_rest(network), _filled_zeros(network):
+    with torch.compiler.set_stance("force_eager"), _at_rest(split), _filled_zeros(split.network.parameters()):
         yield
 
 
@@ -254,11 +259,19 @@ def _generator_states(device: torch.device) -> list[Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
+def _beside(network: nn.Module) -> list[nn.Parameter]:
+    """What trains in modules that hooks refer to, such as an adapter beside the network."""
+    modules = (x for x in hook_traces.reached(network) if isinstance(x, nn.Module))
+    inside = set(network.parameters())
+    found = dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad)
+    return [p for p in found if p not in inside]
+
+
 @contextmanager
-def _filled_zeros(network: nn.Module) -> Iterator[None]:
+def _filled_zeros(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, parameters that are all zero, as gates and LoRA start, are random: they would hide what is behind."""
     filled = []
-    for seed, parameter in enumerate(network.parameters()):
+    for seed, parameter in enumerate(parameters):
         values = parameter.detach()
         local = (values.to_local() if isinstance(values, DTensor) else values).data  # whose version nobody counts
         if type(local) is Tensor and local.numel() and local.is_floating_point() and not local.any():
@@ -269,17 +282,21 @@ def _filled_zeros(network: nn.Module) -> Iterator[None]:
         yield
     finally:
         for local in filled:
-            local.zero_()
+            if local.untyped_storage().size():  # else FSDP2 has freed it, and gathers the zeros anew
+                local.zero_()
 
 
 @contextmanager
-def _at_rest(network: nn.Module) -> Iterator[None]:
+def _at_rest(split: SplitNetwork) -> Iterator[None]:
     """Inside, FSDP2 holds no gathered parameters: backward would free those of modules whose forward is under way."""
-    under_way = modules_in_forward(network)
+    under_way = modules_in_forward(split.network)
+    before, inside = split.around, set(map(id, split.network.modules()))
+    split.around = before or [module for module in under_way if id(module) not in inside]
     for module in under_way:
         module.reshard()
     try:
         yield
     finally:
+        split.around = before
         for module in under_way:
             module.unshard()

@@ -1,0 +1,79 @@
+"""Code of users that runs where a network's sequence is split: `user_code`.
+
+Hooks on blocks, a forward or a processor put in place of the library's, modules of other classes. Most of it works
+token by token. What takes a mean over tokens, or a rank's tokens for those of all frames, is wrong without an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from inspect import ismethod
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from lightning_videoscale.compat.torch.modules import hooks_of
+
+_LIBRARIES = {
+    "torch",
+    "diffusers",
+    "transformers",
+    "peft",
+    "torchao",
+    "deepspeed",
+    "accelerate",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_videoscale",
+    *sys.stdlib_module_names,
+}
+
+
+def user_code(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """Returns what modules run that is of no library known here, as "path: what", one entry for a module at most.
+
+    Args:
+        modules: With their paths.
+    """
+    found = []
+    for path, module in modules:
+        what = next(chain(map(_name, functions_of_users(module)), _classes_of_users(module)), None)
+        if what is not None:
+            found.append(f"{path}: {what}")
+    return found
+
+
+def functions_of_users(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """Yields hooks of users on a module, and what they have put in place of its forward."""
+    own = vars(module).get("forward")
+    for function in (*chain.from_iterable(hooks.values() for hooks in hooks_of(module) or ()), own):
+        if function is not None and _is_of_users(function):
+            yield function
+
+
+def _classes_of_users(module: nn.Module) -> Iterator[str]:
+    processor = getattr(module, "processor", None)
+    for each in (type(module), type(processor)):
+        classes = (c for c in each.__mro__ if c.__module__.partition(".")[0] not in _LIBRARIES)
+        yield from (f"{c.__module__}.{c.__qualname__}" for c in classes)
+    if _is_of_users(type(module).forward):
+        yield _name(type(module).forward)
+
+
+def _is_of_users(function: Any) -> bool:
+    return str(getattr(_innermost(function), "__module__", "")).partition(".")[0] not in _LIBRARIES
+
+
+def _name(function: Any) -> str:
+    innermost = _innermost(function)
+    return f"{innermost.__module__}.{getattr(innermost, '__qualname__', type(innermost).__qualname__)}"
+
+
+def _innermost(function: Any) -> Any:
+    """What a method or a partial calls; an object that can be called itself, whose class says where it is from."""
+    while isinstance(function, functools.partial) or ismethod(function):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    return function

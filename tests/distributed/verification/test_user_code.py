@@ -1,0 +1,178 @@
+"""Code of users in the region where a known network's sequence is split: exact token by token, else an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_videoscale.parallel import SequenceMesh, gather_sequence, parallelize, split_sequence
+from lightning_videoscale.strategies import SequenceParallelFSDP2Strategy
+from tests.distributed.pool import ProcessPool
+from tests.distributed.summing import sum_over_ranks
+from tests.distributed.wan_training import Clips, RectifiedFlow
+from tests.models import gradient_error, lifted_float_casts
+
+Ranks = Callable[[int], ProcessPool]
+FRAMES, SHAPE = 4, (4, 6, 4)  # 24 tokens: both ranks have a number that the frames divide
+CHANNELS = 48
+
+
+class MotionModule(nn.Module):
+    """Attends over the frames, as AnimateDiff's does; its last layer begins at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(CHANNELS, 4, batch_first=True)
+        nn.init.zeros_(self.attention.out_proj.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        places = hidden.unflatten(1, (FRAMES, -1)).transpose(1, 2)
+        x = places.flatten(0, 1)
+        out = self.attention(x, x, x, need_weights=False)[0].view_as(places)
+        return hidden + out.transpose(1, 2).flatten(1, 2)
+
+
+class Adapted(RectifiedFlow):
+    """A stock Wan with something of a user's added to its blocks."""
+
+    def __init__(self, habit: Callable[[Adapted, nn.Module], None], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.camera = nn.Parameter(torch.randn(FRAMES, CHANNELS, generator=torch.Generator().manual_seed(3)))
+        torch.manual_seed(4)
+        self.motion = MotionModule()
+        self.adapter = nn.Sequential(nn.Linear(CHANNELS, 4), nn.GELU(), nn.Linear(4, CHANNELS))
+        habit(self, self.transformer.blocks[0])
+
+    def with_camera(self, hidden: Tensor) -> Tensor:
+        return (hidden.unflatten(1, (FRAMES, -1)) + self.camera[:, None]).flatten(1, 2)
+
+
+def camera_by_hook(module: Adapted, block: nn.Module) -> None:
+    block.register_forward_hook(lambda _, __, hidden: module.with_camera(hidden))
+
+
+def camera_by_forward(module: Adapted, block: Any) -> None:
+    forward = block.forward
+    block.forward = lambda hidden, *args: forward(module.with_camera(hidden), *args)
+
+
+def motion_by_hook(module: Adapted, block: nn.Module) -> None:
+    block.register_forward_hook(lambda _, __, hidden: module.motion(hidden))
+
+
+def motion_inside(_: Adapted, block: Any) -> None:
+    block.ffn = nn.Sequential(block.ffn, MotionModule())
+
+
+def mean_by_hook(_: Adapted, block: nn.Module) -> None:
+    block.register_forward_hook(lambda _, __, hidden: hidden + hidden.mean(1, keepdim=True))
+
+
+WRONG: dict[Callable[[Adapted, nn.Module], None], str] = {
+    camera_by_hook: "blocks.0: ",
+    camera_by_forward: "blocks.0: ",
+    motion_by_hook: "blocks.0: ",
+    motion_inside: "blocks.0.ffn.1: ",
+    mean_by_hook: "blocks.0: ",
+}
+
+
+def token_by_token(module: Adapted, block: nn.Module) -> None:
+    block.register_forward_hook(lambda _, __, hidden: hidden + module.adapter(hidden))
+
+
+def mean_of_all(module: Adapted, block: nn.Module) -> None:
+    network = module.transformer
+    block.register_forward_hook(
+        lambda _, __, hidden: hidden + gather_sequence(hidden, 1, network).mean(1, keepdim=True)
+    )
+
+
+def motion_of_all(module: Adapted, block: nn.Module) -> None:
+    """What is gathered and split again: gradients of each rank are of its own tokens only."""
+    network = module.transformer
+    block.register_forward_hook(
+        lambda _, __, hidden: split_sequence(module.motion(gather_sequence(hidden, 1, network)), 1, network)
+    )
+
+
+EXACT = [token_by_token, mean_of_all, motion_of_all]
+
+
+def batch(dtype: torch.dtype) -> Any:
+    return next(iter(DataLoader(Clips(SHAPE, dtype), batch_size=2)))
+
+
+def said(habits: list[Any]) -> list[str]:
+    found = []
+    with SequenceMesh.create("cpu", ulysses_size=dist.get_world_size()) as mesh:
+        for habit in habits:
+            module, clips = Adapted(habit), batch(torch.float32)
+            parallelize(module.transformer, mesh)
+            try:
+                module.transformer(clips["latents"], 1000 * clips["time"], clips["text"])
+                found.append("nothing")
+            except ValueError as error:
+                found.append(" ".join([str(error), *error.__notes__]))
+            assert not module.motion.attention.out_proj.weight.any(), "put back"
+    return found
+
+
+def test_code_that_takes_a_slice_for_the_whole_is_an_error_that_names_it(ranks: Ranks) -> None:
+    for messages in ranks(2).run(said, [*WRONG]):
+        for message, (habit, where) in zip(messages, WRONG.items(), strict=True):
+            assert "computes something else" in message and "gather_sequence" in message, habit
+            assert where in message, (habit, message)
+
+
+def loss_and_gradients(habit: Any, split: bool) -> tuple[float, dict[str, Tensor]]:
+    with lifted_float_casts():
+        module = Adapted(habit).double()
+        nn.init.ones_(module.motion.attention.out_proj.weight)
+        if split:
+            parallelize(module.transformer, SequenceMesh.create("cpu", ulysses_size=dist.get_world_size()))
+        loss = module.loss(batch(torch.float64))
+        loss.backward()
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    sum_over_ranks(gradients.values(), mean=True)
+    return loss.item(), gradients
+
+
+@pytest.mark.parametrize("habit", EXACT)
+def test_code_that_works_token_by_token_or_gathers_is_exact(ranks: Ranks, habit: Any) -> None:
+    whole_loss, whole = ranks(2).run(loss_and_gradients, habit, False)[0]
+    for loss, gradients in ranks(2).run(loss_and_gradients, habit, True):
+        assert loss == pytest.approx(whole_loss, rel=1e-12)
+        assert gradient_error(gradients, whole) < 1e-10
+
+
+def fit_sharded(habit: Any) -> list[float]:
+    """What a hook uses beside the network is in FSDP2's outermost unit, which a comparison frees."""
+    losses: list[float] = []
+    trainer = pl.Trainer(
+        strategy=SequenceParallelFSDP2Strategy(dist.get_world_size()),
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Adapted(habit)
+    module.on_train_batch_end = lambda *_: losses.append(float(trainer.callback_metrics["loss"]))  # type: ignore[method-assign]
+    trainer.fit(module, DataLoader(Clips(SHAPE, torch.float32), batch_size=1))
+    return losses
+
+
+def test_a_sharded_network_with_an_adapter_beside_it_is_compared_and_trains(ranks: Ranks) -> None:
+    (alone,) = ranks(1).run(fit_sharded, motion_of_all)
+    for losses in ranks(2).run(fit_sharded, motion_of_all):
+        assert losses == pytest.approx(alone, rel=1e-5)
