@@ -176,6 +176,12 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
         assert isinstance(self.model, DistributedDataParallel)
         return self.model.require_backward_grad_sync and not ddp_arguments(self).get("find_unused_parameters", False)
 
+    @property
+    @override
+    def _averages_now(self) -> bool:
+        assert isinstance(self.model, DistributedDataParallel)
+        return self.model.require_backward_grad_sync
+
     @override
     def on_train_start(self) -> None:
         super().on_train_start()

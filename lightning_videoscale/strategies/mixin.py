@@ -40,6 +40,7 @@ from lightning_videoscale.strategies.call_agreement import CallAgreement
 from lightning_videoscale.strategies.checkpoints.portable import PortableCheckpoints
 from lightning_videoscale.strategies.choices import ChoosesByMeasuring
 from lightning_videoscale.strategies.failures.answering_store import AnsweringStore
+from lightning_videoscale.strategies.failures.backward_counts import BackwardCounts, CountsBackwards
 from lightning_videoscale.strategies.failures.detector import FailureDetector
 from lightning_videoscale.strategies.failures.endings import end_by_alarm, end_processes
 from lightning_videoscale.strategies.failures.epoch_ends import EpochEnds
@@ -69,8 +70,9 @@ class SequenceParallelMixin(
     WholeParameters,
     CollectsTogether,
     ChoosesByMeasuring,
-    OwnMessages,
+    CountsBackwards,
     StopsOnSignals,
+    OwnMessages,  # last: it is one of Lightning's strategies, and what comes behind it would come behind all of them
 ):
     """Goes before a Lightning strategy in the bases of a class; see `SequenceParallelDDPStrategy` for the arguments."""
 
@@ -163,6 +165,7 @@ class SequenceParallelMixin(
         self._listen(trainer)
         if self.world_size > 1:
             self._ends = EpochEnds(self.global_rank, self.world_size, partial(batches_begun, trainer))
+            self._counts = BackwardCounts(self.global_rank, self.world_size)
             self._watch = FailureDetector(
                 self.cluster_environment.main_address, self._place, self._look, lambda: self._end_processes(0.0)
             )
@@ -178,11 +181,15 @@ class SequenceParallelMixin(
     def _look(self, store: AnsweringStore) -> None:
         self._stop.look(store)
         self._ends.look(store)
+        assert self._counts is not None
+        self._counts.look(store)
 
     @override
     def _wait_at_end_of_epoch(self) -> None:
-        if self._watch is not None:
+        if self._watch is not None and self._counts is not None:
+            self._counts.tell_end(self._watch.store)
             self._ends.wait_for_all(self._watch.store, timeout_of(self) or default_pg_timeout)
+            self._counts.check_end(self._watch.store)
 
     def _place(self) -> str:
         """Where this rank is in the run, for messages to other ranks."""

@@ -6,10 +6,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from lightning.pytorch.strategies import Strategy
 from torch import nn
 
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy
+from lightning_videoscale.strategies.deepspeed import SequenceParallelDeepSpeedStrategy
 from lightning_videoscale.strategies.network_changes import check_present
+from lightning_videoscale.strategies.parent import StrategyPart
 
 STRATEGIES = [SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy]
 
@@ -68,3 +71,13 @@ def test_frozen_networks_by_path() -> None:
     with pytest.raises(ValueError, match=r"shard_frozen.*\['techer'\].*\['transformer'\]"):
         check_present("shard_frozen", ["techer"], module)
     check_present("shard_frozen", ["transformer"], module)
+
+
+@pytest.mark.parametrize(
+    "kind", [SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy, SequenceParallelDeepSpeedStrategy]
+)
+def test_all_parts_of_a_strategy_come_before_lightnings_classes(kind: type) -> None:
+    """Else what they override is never called."""
+    order = kind.__mro__
+    parts = [part for part in order if issubclass(part, StrategyPart) and part is not StrategyPart]
+    assert all(order.index(part) < order.index(Strategy) for part in parts), [part.__name__ for part in order]

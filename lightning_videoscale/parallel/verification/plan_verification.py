@@ -243,8 +243,8 @@ def _of_users(theirs: list[str]) -> str:
     listed = "; ".join(theirs[:3]) + f", and {len(theirs) - 3} others" * (len(theirs) > 3)
     return (
         "The split plan is one that tests hold to one device, so look at what else runs on this rank's tokens: "
-        f"{listed}. With lightning_videoscale.parallel.gather_sequence it sees all tokens, and split_sequence gives this "
-        "rank's of what is whole."
+        f"{listed}. With lightning_videoscale.parallel.gather_sequence it sees all tokens, and split_sequence gives "
+        "this rank's of what is whole."
     )
 
 

@@ -7,5 +7,6 @@
 - `rendezvous`: `Rendezvous`, a wait for all ranks that names those that are missing.
 - `stopping`: `StopsOnSignals`, the same last step for all ranks after a SIGTERM.
 - `epoch_ends`: `EpochEnds`, where an epoch ends on one rank before it does on another.
+- `backward_counts`: `BackwardCounts`, ranks that go backward differently often.
 - `endings`: how a process ends.
 """
