@@ -26,7 +26,7 @@ from lightning_videoscale.parallel.layout.divide import divide_mesh
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.pickling import refuse_pickling
 from lightning_videoscale.parallel.plan import SplitPlan, check_streams, find_plan, known_models, refusals, submodules
-from lightning_videoscale.parallel.rank_agreement import Agreement, compare_inputs
+from lightning_videoscale.parallel.rank_agreement import Agreement, compare_gradients, compare_inputs
 from lightning_videoscale.parallel.schedules import ScheduleSetting
 from lightning_videoscale.parallel.schedules.choices import ScheduleChoices, as_schedules
 from lightning_videoscale.parallel.split_hooks import average_input_gradients, install_hooks
@@ -217,7 +217,7 @@ def _install(
             f"{plan.only_serial or f'its split plan has {plan.schedules}'}. Use schedule='serial'."
         )
     context = SequenceContext(mesh, transport, plan.short_streams, choices, schedules)
-    agreement = Agreement(context.mesh, context.transport)
+    inputs_agree, gradients_agree = (Agreement(context.mesh, context.transport) for _ in range(2))
 
     def begin(module: nn.Module, *inputs: Any) -> None:
         if not context.suspended:
@@ -227,8 +227,10 @@ def _install(
         context.begin_forward()
         context.network = weakref.ref(module)
 
-    def end(_: nn.Module, __: Any, output: Any) -> None:
+    def end(module: nn.Module, _: Any, output: Any) -> None:
         context.end_forward(output)
+        if not (context.suspended or torch.compiler.is_compiling()):
+            compare_gradients(gradients_agree, module, output)
 
     with ExitStack() as undos:
 
@@ -241,7 +243,7 @@ def _install(
         attach_context(model, context)
         undos.callback(attach_context, model, None)
         before(begin)
-        before(compare_inputs(agreement))
+        before(compare_inputs(inputs_agree))
         before(average_input_gradients(context))
         undos.callback(install_hooks(model, plan, context))
         undos.callback(model.register_forward_hook(end, always_call=True).remove)

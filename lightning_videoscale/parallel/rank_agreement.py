@@ -2,7 +2,8 @@
 
 A generator of a user's own that is seeded by the global rank, or not at all, gives every rank another noise or another
 timestep. Each rank then splits another input, and neither a shape nor a loss shows it. So inputs and losses are
-compared, in the first calls and then now and then.
+compared, in the first calls and then now and then. So are the gradients with which backward begins: rewards that differ
+between ranks may have one loss, as advantages of zero mean have 0.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_videoscale.compat.torch.trees import is_wrapper, keystr, tree_flatten_with_path
+from lightning_videoscale.compat.torch.trees import is_wrapper, keystr, tensors_of, tree_flatten_with_path
 from lightning_videoscale.parallel.mesh import SequenceMesh
 from lightning_videoscale.parallel.transport import Transport
 from lightning_videoscale.ranks import gather_over_ranks
@@ -27,6 +29,7 @@ from lightning_videoscale.ranks import gather_over_ranks
 _FIRST = 20
 _INTERVAL = 211  # a prime, so that of several calls in a step each has its turn
 _TOLERANCE = 1e-3  # of the relative distance: a nondeterministic encoder stays below, another draw does not
+_OF_GRADIENTS = 0.1  # of what is decoded and judged in bfloat16; another reward does not stay below
 _PART = 2**22  # words that a checksum takes at once, which bounds its memory
 
 
@@ -48,23 +51,28 @@ class Agreement:
         self._calls: Counter[bool] = Counter()
         self._warned = False
 
-    def check(self, what: str, values: Mapping[str, Any]) -> None:
+    def check(
+        self, what: str, values: Mapping[str, Any], *, tolerance: float = _TOLERANCE, least_norm: float = 0.0
+    ) -> None:
         """Compares tensors, numbers and strings, nested in any way; of other objects their types.
 
         Args:
             what: Names the values in messages, in the plural.
             values: By name.
+            tolerance: The largest relative distance of floats that is no error.
+            least_norm: What distances of tensors are relative to at least, where these may be sums of about 0.
 
         Raises:
-            ValueError: On all ranks, if floats differ by a relative distance over 1e-3, or anything else at all.
+            ValueError: On all ranks, if floats differ by a larger distance, or anything else at all.
         """
         mode = torch.is_grad_enabled()
         self._calls[mode] += 1
         if self._calls[mode] <= _FIRST or self._calls[mode] % _INTERVAL == 0:
             with torch.no_grad():
-                self._compare(what, {keystr(path): leaf for path, leaf in tree_flatten_with_path(dict(values))[0]})
+                leaves = {keystr(path): leaf for path, leaf in tree_flatten_with_path(dict(values))[0]}
+                self._compare(what, leaves, tolerance, least_norm)
 
-    def _compare(self, what: str, leaves: dict[str, Any]) -> None:
+    def _compare(self, what: str, leaves: dict[str, Any], *bounds: float) -> None:
         described = {name: _describe(leaves[name]) for name in sorted(leaves)}
         tensors = {name: leaves[name].to(self._device) for name in described if _has_numbers(leaves[name])}
         text = hashlib.blake2b(repr(described).encode(), digest_size=8).digest()
@@ -72,9 +80,11 @@ class Agreement:
         sums.append(_checksum(torch.cat([sums[0], *map(_checksum, tensors.values())])))
         everyone = self._transport.all_gather(torch.cat(sums), (2,) * self._axis.size, self._axis).tolist()
         if len(set(zip(everyone[::2], everyone[1::2], strict=True))) > 1:
-            self._explain(what, described, tensors)
+            self._explain(what, described, tensors, *bounds)
 
-    def _explain(self, what: str, described: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def _explain(
+        self, what: str, described: dict[str, Any], tensors: dict[str, Tensor], tolerance: float, least_norm: float
+    ) -> None:
         """Raises or warns on all ranks, by how far apart their values are."""
         ranks = list(self._axis.ranks)
         everyone = gather_over_ranks(described, self._axis.group)
@@ -85,13 +95,13 @@ class Agreement:
                 floats = all(isinstance(value, float) for value in seen)
                 apart[f"{name} ({seen})"] = max(map(_relative(seen[0]), seen)) if floats else float("inf")
             elif name in tensors:
-                apart[name] = self._distance(tensors[name])
+                apart[name] = self._distance(tensors[name], least_norm)
         apart = {name: distance for name, distance in apart.items() if distance > 0}
         listed = ", ".join(
             name if distance == float("inf") else f"{name} by a relative distance of {distance:.1e}"
             for name, distance in apart.items()
         )
-        if any(not distance <= _TOLERANCE for distance in apart.values()):
+        if any(not distance <= tolerance for distance in apart.values()):
             raise ValueError(
                 f"Ranks {ranks} share one batch and must compute with the same numbers, but their {what} differ in "
                 f"{listed}. Do not seed a generator by the global rank, nor leave it unseeded "
@@ -107,7 +117,7 @@ class Agreement:
             )
         self._warned = True
 
-    def _distance(self, x: Tensor) -> float:
+    def _distance(self, x: Tensor, least_norm: float) -> float:
         """The largest of all ranks' distances from the first one's tensor; collective."""
         first = x.detach().clone(memory_format=torch.contiguous_format)
         dist.broadcast(first.view(-1).view(torch.uint8), self._axis.ranks[0], group=self._axis.group)
@@ -115,7 +125,8 @@ class Agreement:
             wide = torch.complex128 if x.is_complex() else torch.float64
             # Infinities and NaNs that all ranks have are no difference.
             mine, theirs = (y.to(wide).nan_to_num(0.0, 0.0, 0.0) for y in (x, first))
-            distance = (mine - theirs).norm() / theirs.norm() if not mine.equal(theirs) else torch.zeros(())
+            norm = theirs.norm().clamp(min=least_norm)
+            distance = (mine - theirs).norm() / norm if not mine.equal(theirs) else torch.zeros(())
         else:
             distance = torch.tensor(0.0 if x.equal(first) else float("inf"))
         own = distance.to(self._device, torch.float64).view(1)
@@ -132,6 +143,18 @@ def compare_inputs(agreement: Agreement) -> Callable[[nn.Module, tuple[Any, ...]
         agreement.check(f"inputs of {type(module).__name__}", dict(zip(names, args, strict=False)) | kwargs)
 
     return hook
+
+
+def compare_gradients(agreement: Agreement, module: nn.Module, output: Any) -> None:
+    """Has backward compare the gradients that come to what a module has returned."""
+
+    def compare(grad: Tensor, name: str) -> None:
+        what = f"gradients of what {type(module).__name__} has returned"
+        agreement.check(what, {name: grad}, tolerance=_OF_GRADIENTS)
+
+    for number, x in enumerate(tensors_of(output)):
+        if x.requires_grad:
+            x.register_hook(partial(compare, name=f"output {number}"))
 
 
 def _has_numbers(leaf: Any) -> bool:

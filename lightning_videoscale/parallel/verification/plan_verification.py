@@ -169,7 +169,7 @@ def check_exchanges(
         if not compares:
             return None
         together = None if _is_sharded(split) else group  # ranks that hold parameters for each other run alike
-        theirs = user_code(mixing.region.items())
+        theirs = user_code(split.network, mixing.region)
         has_room = _has_room(device, split.context.mesh.sp.size)
         everyone = gather_over_ranks((bool(mixing.found), bool(theirs), has_room), together)
         mixes, runs_theirs = (any(of_ranks) for of_ranks in list(zip(*everyone, strict=True))[:2])

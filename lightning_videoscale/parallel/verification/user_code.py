@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from inspect import ismethod
 from itertools import chain
 from typing import Any
@@ -32,14 +32,15 @@ _LIBRARIES = {
 }
 
 
-def user_code(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
-    """Returns what modules run that is of no library known here, as "path: what", one entry for a module at most.
+def user_code(network: nn.Module, region: Mapping[str, nn.Module]) -> list[str]:
+    """Returns what runs in a region that is of no library known here, as "path: what", one entry for a module at most.
 
     Args:
-        modules: With their paths.
+        network: Whose forward goes through the region. Hooks on it are outside.
+        region: The modules inside, by path.
     """
-    found = []
-    for path, module in modules:
+    found = [f"the network: {_name(forward)}" for forward in _forwards_of_users(network)][:1]
+    for path, module in region.items():
         what = next(chain(map(_name, functions_of_users(module)), _classes_of_users(module)), None)
         if what is not None:
             found.append(f"{path}: {what}")
@@ -48,10 +49,13 @@ def user_code(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
 
 def functions_of_users(module: nn.Module) -> Iterator[Callable[..., Any]]:
     """Yields hooks of users on a module, and what they have put in place of its forward."""
-    own = vars(module).get("forward")
-    for function in (*chain.from_iterable(hooks.values() for hooks in hooks_of(module) or ()), own):
-        if function is not None and _is_of_users(function):
-            yield function
+    yield from filter(_is_of_users, chain.from_iterable(hooks.values() for hooks in hooks_of(module) or ()))
+    yield from _forwards_of_users(module)
+
+
+def _forwards_of_users(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """Of the module itself and of its class, if either is."""
+    yield from filter(_is_of_users, (vars(module).get("forward", type(module).forward), type(module).forward))
 
 
 def _classes_of_users(module: nn.Module) -> Iterator[str]:
@@ -59,8 +63,6 @@ def _classes_of_users(module: nn.Module) -> Iterator[str]:
     for each in (type(module), type(processor)):
         classes = (c for c in each.__mro__ if c.__module__.partition(".")[0] not in _LIBRARIES)
         yield from (f"{c.__module__}.{c.__qualname__}" for c in classes)
-    if _is_of_users(type(module).forward):
-        yield _name(type(module).forward)
 
 
 def _is_of_users(function: Any) -> bool:

@@ -152,6 +152,44 @@ def test_a_caption_that_one_rank_leaves_out_is_no_hang(ranks: Ranks) -> None:
         assert "['encoder_hidden_states'] (['torch.float32 (1, 5, 16)', 'torch.float32 (1, 0, 16)'])" in message
 
 
+class Rewarded(RectifiedFlow):
+    """A group of samples of one prompt and their advantages, whose mean is 0; so is the loss, whatever the rewards.
+
+    Args:
+        apart: How far the rewards of ranks are, as of a judge that draws or rounds.
+    """
+
+    def __init__(self, apart: float) -> None:
+        super().__init__()
+        self.apart = apart
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        samples = {name: torch.cat([x, 2 * x, -x]) for name, x in batch.items()}
+        velocity = self.transformer(samples["latents"], 1000 * samples["time"].abs(), samples["text"]).sample
+        log_prob = -(velocity - samples["noise"]).square().flatten(1).mean(1)
+        generator = torch.Generator().manual_seed(self.global_rank)
+        rewards = torch.tensor([1.0, -1.0, 0.5]) + self.apart * torch.rand(3, generator=generator)
+        loss = (torch.exp(log_prob - log_prob.detach()) * (rewards.mean() - rewards) / rewards.std()).mean()
+        return loss - loss.detach() if self.apart == 1 else loss  # exactly 0, or nearly so
+
+
+def test_rewards_that_differ_in_a_group_are_refused_where_the_loss_is_zero(ranks: Ranks) -> None:
+    for message in failing(ranks(2), "ddp", 2, Rewarded, 1.0):
+        assert "gradients of what WanTransformer3DModel has returned differ in ['output 0']" in message
+
+
+def fit_with_warnings(*args: Any) -> tuple[str, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        return fit(*args), [str(warning.message) for warning in caught if "share one batch" in str(warning.message)]
+
+
+def test_rounding_of_rewards_is_a_warning_where_the_loss_is_nearly_zero(ranks: Ranks) -> None:
+    everyone = ranks(2).run(fit_with_warnings, "ddp", 2, Rewarded, 1e-5)
+    assert [outcome for outcome, _ in everyone] == ["trained"] * 2
+    assert any("gradients of what WanTransformer3DModel has returned" in said for said in everyone[0][1])
+
+
 # -- one call at a time --------------------------------------------------------------------------------------------
 
 

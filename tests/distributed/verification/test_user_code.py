@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -75,12 +76,26 @@ def mean_by_hook(_: Adapted, block: nn.Module) -> None:
     block.register_forward_hook(lambda _, __, hidden: hidden + hidden.mean(1, keepdim=True))
 
 
+def camera_in_the_networks_forward(module: Adapted, _: nn.Module) -> None:
+    """Between the blocks, in a forward that takes the place of the network's own."""
+
+    def forward(network: Any, latents: Tensor, time: Tensor, text: Tensor) -> tuple[Tensor]:
+        rotary, hidden = network.rope(latents), network.patch_embedding(latents).flatten(2).transpose(1, 2)
+        _, modulation, text, _ = network.condition_embedder(time, text, None, timestep_seq_len=None)
+        for block in network.blocks:
+            hidden = module.with_camera(block(hidden, text, modulation.unflatten(1, (6, -1)), rotary))
+        return (network.proj_out(hidden),)
+
+    module.transformer.forward = MethodType(forward, module.transformer)
+
+
 WRONG: dict[Callable[[Adapted, nn.Module], None], str] = {
     camera_by_hook: "blocks.0: ",
     camera_by_forward: "blocks.0: ",
     motion_by_hook: "blocks.0: ",
     motion_inside: "blocks.0.ffn.1: ",
     mean_by_hook: "blocks.0: ",
+    camera_in_the_networks_forward: "the network: ",
 }
 
 
