@@ -236,6 +236,8 @@ def read_weights(path: str | Path, module: str = "", averaged: bool = False) -> 
     prefix = f"{module}." if module else ""
     weights = {name.removeprefix(prefix): values[name] for name in values if name.startswith(prefix)}
     if not weights:
+        if not values and isinstance(found, CheckpointFolder) and "state_dict" not in found.rest:
+            raise shards_of_lightning(path)
         children = sorted({name.split(".")[0] for name in values})
         raise CheckpointError(f"{path} has no weights of a module {module!r}; it has those of {children}.")
     return weights
@@ -254,8 +256,26 @@ def open_checkpoint(path: str | Path, trusted: bool = False) -> CheckpointFolder
     rest, tensors = _find(path, trusted)
     if tensors is not None:
         return CheckpointFolder.of(rest, tensors)
+    rest = _consolidated(rest)
     if not isinstance(rest, dict) or "state_dict" not in rest:
         raise CheckpointError(f"{path} is not a checkpoint of Lightning's: it has no 'state_dict'.")
+    return rest
+
+
+def shards_of_lightning(path: str | Path) -> CheckpointError:
+    """The error for a folder that Lightning wrote, whose files have the names of ours."""
+    return CheckpointError(
+        f"{path} holds shards that Lightning's FSDPStrategy or ModelParallelStrategy saved. Make one file of them by "
+        f"`fabric consolidate {path}`, and start from that file."
+    )
+
+
+def _consolidated(rest: Any) -> Any:
+    """Puts what `fabric consolidate` made of a Trainer's shards where the Trainer's other checkpoints have it."""
+    if isinstance(rest, dict) and "pytorch-lightning_version" in rest and "optimizer_states" not in rest:
+        names = [name for name in map("optimizer_{}".format, range(len(rest))) if name in rest]
+        rest = {("state_dict" if name == "model" else name): value for name, value in rest.items()}
+        rest |= {"optimizer_states": [rest.pop(name) for name in names]} if names else {}
     return rest
 
 

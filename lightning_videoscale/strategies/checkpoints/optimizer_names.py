@@ -7,11 +7,14 @@ torch numbers the parameters of an optimizer through all of its groups; here the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_videoscale.compat.deepspeed import full_shape
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from lightning_videoscale.strategies.checkpoints.saved_tensors import SavedTensors
 from lightning_videoscale.strategies.lightning_messages import first_names
@@ -29,6 +32,20 @@ class ParameterNames:
         for name, value in [*module.state_dict(keep_vars=True).items(), *module.named_parameters()]:
             if isinstance(value, nn.Parameter) and name not in self._names.get(value, ()):
                 self._names[value] = (*self._names.get(value, ()), name)
+        self._in_order = [self._names[parameter] for parameter in module.parameters()]
+        self._shapes = {names[0]: full_shape(parameter) for parameter, names in self._names.items()}
+
+    @property
+    def in_order(self) -> list[Names]:
+        """The names of all parameters, trained or not, in the module's order."""
+        return self._in_order
+
+    def count_fitting(self, states: dict[int, dict[str, Any]], order: Sequence[Names]) -> int:
+        """Returns how many states by position would be of their parameter's shape if parameters had this order."""
+        return sum(
+            any(shape == self._shapes[order[position][0]] for shape in _shapes(values))
+            for position, values in states.items()
+        )
 
     def __getitem__(self, parameter: nn.Parameter) -> Names:
         """Returns the names of a parameter.
@@ -50,7 +67,10 @@ class ParameterNames:
 
 def to_names(state: dict[str, Any], names: Sequence[Sequence[Names]]) -> dict[str, Any]:
     """Returns an optimizer's ``state_dict`` with names, given per group, in the place of positions."""
-    by_position = [aliases[0] for group in names for aliases in group]
+    return _to_names(state, [aliases[0] for group in names for aliases in group])
+
+
+def _to_names(state: dict[str, Any], by_position: Sequence[str]) -> dict[str, Any]:
     return state | {
         "state": {by_position[position]: value for position, value in state["state"].items()},
         "param_groups": [
@@ -60,18 +80,19 @@ def to_names(state: dict[str, Any], names: Sequence[Sequence[Names]]) -> dict[st
     }
 
 
-def from_names(state: dict[str, Any], groups: list[dict[str, Any]], names: Sequence[Sequence[Names]]) -> dict[str, Any]:
+def from_names(state: dict[str, Any], optimizer: Optimizer, all_names: ParameterNames) -> dict[str, Any]:
     """Returns what ``torch.optim.Optimizer.load_state_dict`` takes; reads tensors as the parameters lie.
 
     Args:
         state: As `to_names` returned it, tensors possibly still to be read; or an optimizer's own ``state_dict``.
-        groups: The optimizer's groups now.
-        names: Names of their parameters, per group.
+        optimizer: What is to load it.
+        all_names: Names of the module's parameters.
 
     Raises:
         CheckpointError: If the groups differ from those of the checkpoint.
     """
-    state = named(state, names)
+    groups, names = optimizer.param_groups, all_names.of(optimizer)
+    state = named(state, names, all_names)
     saved_groups = check_groups(
         state, names, trainable=[[p.requires_grad for p in group["params"]] for group in groups]
     )
@@ -89,17 +110,44 @@ def from_names(state: dict[str, Any], groups: list[dict[str, Any]], names: Seque
     return state | {"state": by_position, "param_groups": merged}
 
 
-def named(state: dict[str, Any], names: Sequence[Sequence[Names]]) -> dict[str, Any]:
-    """Returns a saved optimizer state by name, also if it came from a file of Lightning's, where it is by position."""
-    positions = any(not isinstance(parameter, str) for group in state["param_groups"] for parameter in group["params"])
-    if not positions:
+def named(state: dict[str, Any], names: Sequence[Sequence[Names]], all_names: ParameterNames) -> dict[str, Any]:
+    """Returns a saved optimizer state by name, also if it came from a file of Lightning's, where it is by position.
+
+    Args:
+        state: What was saved.
+        names: Names of the optimizer's parameters now, per group.
+        all_names: Names of the module's parameters.
+
+    Raises:
+        CheckpointError: If the groups have other numbers of parameters, or positions that no parameter has.
+    """
+    positions = list(chain.from_iterable(group["params"] for group in state["param_groups"]))
+    if all(isinstance(position, str) for position in positions):
         return state
     saved, now = [[len(group) for group in side] for side in ([g["params"] for g in state["param_groups"]], names)]
-    if saved != now:
+    order = list(chain.from_iterable(names))
+    # torch counts through an optimizer's groups. FSDPStrategy and ModelParallelStrategy count all that the module has.
+    by_module = all_names.in_order
+    if max(positions, default=0) < len(by_module) and (
+        positions != list(range(len(positions)))
+        or (saved == now and _fits_better(state["state"], by_module, order, all_names))
+    ):
+        order = by_module
+    elif saved != now:
         raise CheckpointError(
             f"The file holds an optimizer whose groups have {saved} parameters, and this one's have {now}."
         )
-    return to_names(state, names)
+    return _to_names(state, [aliases[0] for aliases in order])
+
+
+def _fits_better(
+    states: dict[int, dict[str, Any]], order: Sequence[Names], than: Sequence[Names], all_names: ParameterNames
+) -> bool:
+    return all_names.count_fitting(states, order) > all_names.count_fitting(states, than)
+
+
+def _shapes(values: dict[str, Any]) -> list[torch.Size]:
+    return [value.shape for value in values.values() if isinstance(value, Tensor) and value.ndim]
 
 
 def check_groups(

@@ -42,6 +42,7 @@ from lightning_videoscale.strategies.checkpoints.folder import (
     begin,
     open_checkpoint,
     pack,
+    shards_of_lightning,
     write_checkpoint,
 )
 from lightning_videoscale.strategies.checkpoints.networks import describe_networks
@@ -249,6 +250,8 @@ class PortableCheckpoints(StrategyPart):
         folder = open_checkpoint(str(self.broadcast(checkpoint_path)), trusted=weights_only is False)
         if not isinstance(folder, CheckpointFolder):
             return folder
+        if "state_dict" not in folder.rest:
+            raise shards_of_lightning(folder.path)
         checkpoint = dict(folder.rest)
         checkpoint["state_dict"] = folder.tensors("state_dict")
         checkpoint["state_dict"].update(folder.rest["state_dict"])
@@ -290,7 +293,7 @@ class PortableCheckpoints(StrategyPart):
             self.schedule_choices.load_state_dict(ours["schedules"])
 
     def _load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        optimizer.load_state_dict(from_names(state, optimizer.param_groups, self._names().of(optimizer)))
+        optimizer.load_state_dict(from_names(state, optimizer, self._names()))
 
     # -- what else is in it --------------------------------------------------------------------------------------
 

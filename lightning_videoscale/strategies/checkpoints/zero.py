@@ -98,7 +98,7 @@ class ZeroCheckpoints(PortableCheckpoints):
     def _load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         names = self._names()
         per_group = _names_per_group(optimizer, names)
-        state = named(state, per_group)
+        state = named(state, per_group, names)
         settings = check_groups(state, per_group, trainable=[[True] * len(group) for group in per_group])
         for group, saved_group in zip(base_optimizer(optimizer).param_groups, settings, strict=True):
             group.update(saved_group)

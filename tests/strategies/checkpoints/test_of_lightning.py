@@ -1,0 +1,95 @@
+"""Checkpoints of Lightning's own strategies that shard, which ours go on from."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+from lightning_videoscale.strategies import (
+    SequenceParallelDDPStrategy,
+    SequenceParallelFSDP2Strategy,
+    read_weights,
+)
+from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
+from tests.distributed.pool import ProcessPool
+from tests.distributed.wan_training import assembled
+from tests.strategies.checkpoints.checkpointing import NOTHING_TO_SPLIT
+from tests.strategies.fsdp2.training import trainer
+
+Ranks = Callable[[int], ProcessPool]
+
+
+class Net(pl.LightningModule):
+    """Its optimizer takes parameters in another order than the module has them, in groups, or leaves some out."""
+
+    def __init__(self, groups: int, frozen: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+        self.net[0].requires_grad_(not frozen)
+        self.groups = groups
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        taken = [parameter for parameter in self.parameters() if parameter.requires_grad][::-1]
+        groups = [{"params": taken[part :: self.groups], "lr": 0.01 * (part + 1)} for part in range(self.groups)]
+        return torch.optim.AdamW(groups)
+
+
+class Sharded(Net):
+    """For Lightning's ModelParallelStrategy."""
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+def train(module: Net, strategy: Strategy | str, steps: int, start: Path | None = None) -> pl.Trainer:
+    runner = trainer(strategy, max_steps=steps)
+    data = torch.randn(3, generator=torch.Generator().manual_seed(1)).expand(8, 3)  # one sample, on all ranks
+    runner.fit(module, DataLoader(data, batch_size=1), ckpt_path=start)
+    return runner
+
+
+def save_and_go_on(folder: Path, groups: int, frozen: bool) -> list[dict[str, Tensor]]:
+    train(expected := Net(groups, frozen), "ddp", 4)
+    file, shards = folder / "file.ckpt", folder / "shards.ckpt"
+    for path, whole in ((file, True), (shards, False)):
+        strategy = ModelParallelStrategy(save_distributed_checkpoint=not whole)
+        train(Sharded(groups, frozen), strategy, 2).save_checkpoint(path)
+    if torch.distributed.get_rank() == 0:
+        fabric = "from lightning.fabric.cli import _main; _main()"  # what the command of this name runs
+        subprocess.run([sys.executable, "-c", fabric, "consolidate", str(shards)], check=True)
+    torch.distributed.barrier()
+    found = [expected]
+    for path in (file, folder / "shards.ckpt.consolidated"):
+        for strategy in (SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy):
+            train(module := Net(groups, frozen), strategy(modules=["net"], plan=NOTHING_TO_SPLIT), 4, path)
+            found.append(module)
+    with pytest.raises(CheckpointError, match="fabric consolidate"):
+        train(Net(groups, frozen), SequenceParallelDDPStrategy(modules=["net"], plan=NOTHING_TO_SPLIT), 4, shards)
+    return [{name: assembled(p) for name, p in module.named_parameters()} for module in found]
+
+
+@pytest.mark.parametrize(("groups", "frozen"), [(1, False), (2, True)])
+def test_states_go_to_the_parameters_that_they_are_of(ranks: Ranks, tmp_path: Path, groups: int, frozen: bool) -> None:
+    expected, *found = ranks(2).run(save_and_go_on, tmp_path, groups, frozen)[0]
+    for weights in found:
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-6, atol=1e-7)
+    weights = read_weights(tmp_path / "file.ckpt", "net")
+    assert weights.keys() == {name.removeprefix("net.") for name in expected}
