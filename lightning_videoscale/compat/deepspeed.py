@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_videoscale.compat.names import Package
 from lightning_videoscale.compat.patching import Method
+from lightning_videoscale.compat.torch import TORCH
 
 DEEPSPEED = Package("deepspeed", "0.19")
 
@@ -96,6 +97,12 @@ def link_states(parameters: list[nn.Parameter], flat: Tensor, states: Any) -> No
 def is_partitioned(parameter: nn.Parameter) -> bool:
     """Whether it is one of stage 3, of which each rank holds a piece."""
     return hasattr(parameter, "ds_id")
+
+
+def hooked_by_deepspeed(parameter: nn.Parameter) -> bool:
+    """Whether hooks of DeepSpeed's see its gradient; which ones a parameter has, no public function says."""
+    hooks: Any = TORCH.get(parameter, "_post_accumulate_grad_hooks") or {}
+    return any(hook.__module__.startswith("deepspeed.") for hook in hooks.values())
 
 
 def full_shape(value: Any) -> torch.Size:

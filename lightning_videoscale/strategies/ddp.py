@@ -29,6 +29,7 @@ from lightning_videoscale.strategies.first_buckets import FirstBuckets
 from lightning_videoscale.strategies.gradient_hooks import refuse_before_averaging
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
+from lightning_videoscale.strategies.sharded.earlier import refuse_zero
 from lightning_videoscale.strategies.units import broadcast_from_first, is_quantized, materialize
 
 
@@ -144,6 +145,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        refuse_zero(self._module, type(self).__name__, hooks=self.world_size > 1)
         # DDP sends rank 0's values to all; of what is on the meta device there are none that Lightning could move.
         if undefined := materialize(self._module, self.root_device):
             raise ValueError(

@@ -38,6 +38,7 @@ from lightning_videoscale.strategies.network_changes import check_present, split
 from lightning_videoscale.strategies.precision import FSDP2_PRECISIONS, check_precision, refuse_outside_of_autocast
 from lightning_videoscale.strategies.settings import SequenceParallelSettings, check_paths
 from lightning_videoscale.strategies.sharded.calls import watch_calls
+from lightning_videoscale.strategies.sharded.earlier import refuse_sharded, refuse_zero
 from lightning_videoscale.strategies.sharded.second_backward import refuse_second_backward
 from lightning_videoscale.strategies.units import (
     apart,
@@ -172,9 +173,11 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         _evaluate_without_inference_mode(trainer)
-        self._refuse_sharded(self._module)
         if self._module in self._sharded:
             end_passes(self._module)  # which an exception in the run before may have left under way
+        else:
+            refuse_sharded(self._module, type(self).__name__)
+            refuse_zero(self._module, type(self).__name__, hooks=True)
         self._change_model()
         self.model = self.precision_plugin.convert_module(self._module)
         if self._module not in self._sharded:
@@ -189,14 +192,6 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             optimizers_to_device(self.optimizers, self.root_device)
-
-    def _refuse_sharded(self, module: pl.LightningModule) -> None:
-        sharded = [] if module in self._sharded else sharded_modules(module)
-        if sharded:
-            raise ValueError(
-                f"fully_shard was applied before {type(self).__name__} could shard the model itself, to {sharded}: "
-                "leave it out of configure_model, and use a LightningModule with the Trainer that sharded it."
-            )
 
     def _shard(self, module: pl.LightningModule) -> None:
         """Shards a LightningModule unit by unit, so that a device never holds the whole of it; collective."""

@@ -53,6 +53,7 @@ from lightning_videoscale.strategies.mesh.of_run import HasMesh
 from lightning_videoscale.strategies.network_changes import ModelTransform, change_networks, split_plans, transform
 from lightning_videoscale.strategies.parity import ParityReport, compare, loss_and_gradients
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
+from lightning_videoscale.strategies.sharded.earlier import refuse_sharded
 from lightning_videoscale.strategies.units import sharded_modules
 from lightning_videoscale.strategies.weight_averaging import PortableWeights
 from lightning_videoscale.strategies.whole_parameters import WholeParameters
@@ -199,6 +200,7 @@ class SequenceParallelMixin(
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        refuse_sharded(self._module, type(self).__name__)
         self._change_model()
         self._note_averaged(self._module)
         super().setup(trainer)
