@@ -79,8 +79,18 @@ def _shards_of(url: str, of_folder: Callable[[Path], list[str]] | None) -> list[
             f"(a local name that holds a colon is written './{url}')."
         )
     url = str(local(url)) if url.startswith("~") else url  # as a path, './a:b' would lose its beginning
-    found = sorted(glob.glob(url, recursive=True)) if any(c in url for c in "*?[") and not Path(url).exists() else [url]
+    is_pattern = any(c in url for c in "*?[") and not Path(url).exists()
+    found = sorted(glob.glob(_with_folders_literal(url), recursive=True)) if is_pattern else [url]
     return [shard for path in found for shard in _shards_at(Path(path), path, of_folder)]
+
+
+def _with_folders_literal(pattern: str) -> str:
+    """A pattern whose first folders, as far as they exist by these names, mean themselves: ``runs [1]/*.tar``."""
+    folder, slash, rest = pattern.rpartition("/")
+    while slash and folder and not os.path.isdir(folder):
+        folder, slash, last = folder.rpartition("/")
+        rest = f"{last}/{rest}"
+    return f"{glob.escape(folder)}{slash}{rest}"
 
 
 def _shards_at(path: Path, name: str, of_folder: Callable[[Path], list[str]] | None) -> list[str]:

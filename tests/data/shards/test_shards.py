@@ -51,6 +51,14 @@ def test_two_stars_mean_folders_of_any_depth(tmp_path: Path) -> None:
     assert expand_shards(f"{tmp_path}/**/*.tar") == found
 
 
+def test_folders_that_exist_are_no_patterns(tmp_path: Path) -> None:
+    found = [str(write_shard(tmp_path / "a [1]" / name, [])) for name in ("b/[c]*/x.tar", "b/x.tar")]
+    write_shard(tmp_path / "a 1" / "x.tar", [])
+    assert expand_shards(f"{tmp_path}/a [1]/**/*.tar") == found
+    assert expand_shards(f"{tmp_path}/a [1]/b/[c]*/*.tar") == found[:1]
+    assert expand_shards(f"{tmp_path}/a [12]/*.tar") == [str(tmp_path / "a 1" / "x.tar")]
+
+
 def test_hidden_files_of_a_folder_are_no_shards(tmp_path: Path) -> None:
     write_shard(tmp_path / ".000001.tar", [clip(1)])  # as a `videoscale pack` leaves it that is killed
     (tmp_path / "._000000.tar").write_bytes(b"of macOS")
