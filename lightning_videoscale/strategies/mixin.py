@@ -12,7 +12,6 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
@@ -96,7 +95,7 @@ class SequenceParallelMixin(
         self._loss_weight, self._transferred_weight, self._said_nested = 1.0, None, False
         self._backwards, self._stepped = 0, {}
         self._failed = False
-        self._built = WeakKeyDictionary()
+        self._built = None
         self._left_out = {}
         self._saves = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import time
 import warnings
@@ -375,3 +376,9 @@ def test_gradients_that_nobody_averages_are_an_error(ranks: Ranks) -> None:
     assert ranks(2).run(go_backward, "manual_backward") == ["", ""]
     assert ranks(2).run(go_backward, "averages of its own") == ["", ""]
     assert all("self.manual_backward(loss)" in message for message in ranks(2).run(go_backward, "backward"))
+
+
+def test_ranks_may_be_spawned() -> None:
+    strategy = SequenceParallelDDPStrategy(ulysses_size=2, start_method="spawn")
+    sent = pickle.loads(pickle.dumps(strategy))  # as it is for its processes
+    assert sent._settings == strategy._settings and sent._start_method == "spawn"

@@ -68,8 +68,11 @@ class PortableCheckpoints(StrategyPart):
     _micro_batch: int
     _stream: int
     _settings: SequenceParallelSettings
-    _built: WeakKeyDictionary[pl.LightningModule, dict[str, Fingerprint]]
-    """Fingerprints of what is frozen, of LightningModules whose checkpoints leave it out."""
+    _built: WeakKeyDictionary[pl.LightningModule, dict[str, Fingerprint]] | None
+    """Fingerprints of what is frozen, of LightningModules whose checkpoints leave it out.
+
+    Made where it is needed: a strategy with ``start_method="spawn"`` is pickled before, and this cannot be.
+    """
     _left_out: Mapping[str, Fingerprint]
     """Of the checkpoint that is being saved."""
     _saves: BackgroundSaves | None
@@ -142,6 +145,8 @@ class PortableCheckpoints(StrategyPart):
         save_frozen = self._settings.save_frozen
         if save_frozen is None:
             save_frozen = not only_adapters_train(module)
+        if self._built is None:
+            self._built = WeakKeyDictionary()
         if module in self._built or module.trainer.state.fn != TrainerFn.FITTING:
             return
         quantized = frozen.quantized_parameters(module)
@@ -158,7 +163,7 @@ class PortableCheckpoints(StrategyPart):
     def _leave_out(self) -> Mapping[str, Fingerprint]:
         """What the checkpoint that is being saved leaves out; collective."""
         module = self._module
-        start = self._built.get(module, {})
+        start = {} if self._built is None else self._built.get(module, {})
         self._left_out = frozen.unchanged(start, module, self.root_device) if start else {}
         return self._left_out
 
