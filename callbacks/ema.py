@@ -14,11 +14,17 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from lightning_videoscale.compat.lightning import has_fitted_elsewhere
 from lightning_videoscale.trained_weights import (
     AVERAGES,
     TrainedWeights,
     check_trained_weights,
     trained_weights_of,
+)
+
+_FROM_CHECKPOINT = (
+    "Take them from a checkpoint that was saved in fit: with ckpt_path='best' of validate, test and predict, or by "
+    "vs.strategies.read_weights(path, averaged=True)."
 )
 
 
@@ -112,7 +118,15 @@ class EMA(pl.Callback):
         """Lets the parameters hold the average within; collective over all ranks to enter.
 
         Before there is an average nothing changes, and where the parameters hold it already, they go on to.
+
+        Raises:
+            RuntimeError: If no Trainer has set the callback up in this process, as where `fit` started others.
         """
+        if self._module is None:
+            raise RuntimeError(
+                "EMA has averaged nothing in this process: call average_weights after fit has begun. Where fit starts "
+                f"processes of its own, as from notebooks, averages end with them. {_FROM_CHECKPOINT}"
+            )
         self._show_average()
         try:
             yield
@@ -190,9 +204,15 @@ class EMA(pl.Callback):
         self.update(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Shows the average."""
+        """Shows the average.
+
+        Raises:
+            RuntimeError: If it has ended with the processes of `fit`, as from notebooks.
+        """
         if trainer.state.fn == TrainerFn.FITTING:
             self._prepared(trainer)
+        elif not self._has_begun and not trainer.ckpt_path and has_fitted_elsewhere(trainer.strategy.launcher):
+            raise RuntimeError(f"The averages of EMA have ended with the processes of fit. {_FROM_CHECKPOINT}")
         self._show_average()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -255,3 +255,11 @@ def test_rank_0_outlives_the_processes_that_it_started(monkeypatch: pytest.Monke
 
 def test_no_group_is_left_behind() -> None:
     assert not dist.is_initialized()
+
+
+def test_a_launcher_of_processes_knows_that_these_have_fitted() -> None:
+    runner = pl.Trainer(strategy="ddp_notebook", accelerator="cpu", devices=1, logger=False)
+    assert not private.has_fitted_elsewhere(runner.strategy.launcher)
+    runner.strategy.launcher._already_fit = True  # as after `launch`
+    assert private.has_fitted_elsewhere(runner.strategy.launcher)
+    assert not private.has_fitted_elsewhere(None)

@@ -159,6 +159,12 @@ def launched_processes(launcher: Any) -> Sequence[subprocess.Popen[bytes]]:
     return processes
 
 
+def has_fitted_elsewhere(launcher: Any) -> bool:
+    """Whether a launcher's processes have fitted, which end with each run, as from notebooks; only it notes that."""
+    per_run = LIGHTNING.get("lightning.pytorch.strategies.launchers.multiprocessing", "_MultiProcessingLauncher")
+    return isinstance(launcher, per_run) and bool(LIGHTNING.get(launcher, "_already_fit"))
+
+
 def end_observation(launcher: Any) -> bool:
     """Ends Lightning's thread that kills rank 0, in mid-sentence, once a process that rank 0 started has failed.
 

@@ -172,7 +172,8 @@ def check_groups(
             raise CheckpointError(
                 f"Parameter group {index} of the optimizer differs from the checkpoint's: "
                 f"{first_names(lost)} had a state there and are not in it now, {first_names(new)} are new. Give it "
-                "the same parameters, or start from the weights alone (a checkpoint saved with weights_only=True)."
+                "the same parameters, or start from the weights alone, without ckpt_path=: "
+                "module.load_state_dict(vs.strategies.read_weights(path), strict=False)."
             )
     return [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in groups]
 

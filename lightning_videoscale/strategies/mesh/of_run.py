@@ -64,7 +64,10 @@ class HasMesh(StrategyPart):
             when = (
                 "environment" if self._settings.sp_size != "auto" else "strategy, as sp_size='auto' asks the data first"
             )
-            raise RuntimeError(f"The mesh exists from the Trainer's setup of the {when}; it was asked for earlier.")
+            raise RuntimeError(
+                f"The mesh exists from the Trainer's setup of the {when}; it was asked for earlier, or in a process "
+                "that has no rank, as a notebook's. There, save checkpoints within fit, by ModelCheckpoint."
+            )
         return self._mesh
 
     @property
