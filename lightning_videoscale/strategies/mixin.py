@@ -41,6 +41,7 @@ from lightning_videoscale.strategies.choices import ChoosesByMeasuring
 from lightning_videoscale.strategies.failures.answering_store import AnsweringStore
 from lightning_videoscale.strategies.failures.backward_counts import BackwardCounts, CountsBackwards
 from lightning_videoscale.strategies.failures.detector import FailureDetector
+from lightning_videoscale.strategies.failures.ended_jobs import note_end, refuse_to_go_on
 from lightning_videoscale.strategies.failures.endings import end_by_alarm, end_processes
 from lightning_videoscale.strategies.failures.epoch_ends import EpochEnds
 from lightning_videoscale.strategies.failures.stopping import StopsOnSignals
@@ -162,6 +163,7 @@ class SequenceParallelMixin(
         """To be called at the end of a strategy's ``setup_environment``; collective over all ranks."""
         assert self.cluster_environment is not None
         trainer = self._module.trainer
+        refuse_to_go_on()
         self._listen(trainer)
         if self.world_size > 1:
             self._ends = EpochEnds(self.global_rank, self.world_size, partial(batches_begun, trainer))
@@ -385,6 +387,8 @@ class SequenceParallelMixin(
             atexit.register(partial(end_by_alarm, _EXIT))
         if self._is_stopping:  # every rank alike
             return
+        if launched_processes(self.launcher):
+            note_end(exception)
         if isinstance(exception, KeyboardInterrupt):  # every rank receives it, and Lightning ends the processes
             return
         if self.transport is not None and self.transport.failure is not None:
