@@ -18,14 +18,14 @@ from typing_extensions import override
 
 from lightning_videoscale.attention import AttentionBackend
 from lightning_videoscale.compat.lightning import WrappingDDPStrategy, ddp_arguments, timeout_of
-from lightning_videoscale.compat.torch.data_parallel import leave_to_caller
+from lightning_videoscale.compat.torch.data_parallel import has_new_buckets, leave_to_caller
 from lightning_videoscale.graphs import GraphMode, GraphOptions
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.layout import Size, SizeOfGroup
 from lightning_videoscale.parallel.schedules import ScheduleSetting
 from lightning_videoscale.parallel.transport import TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
-from lightning_videoscale.strategies.first_buckets import FirstBuckets
+from lightning_videoscale.strategies.first_buckets import await_release
 from lightning_videoscale.strategies.gradient_hooks import refuse_before_averaging
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
@@ -141,7 +141,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
             )
         )
         self._wrapped: set[Parameter] = set()
-        self._first_buckets = FirstBuckets()
+        self._has_stepped = False
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -160,7 +160,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
         leave_to_caller(model, quantized)
         broadcast_from_first(dict.fromkeys(quantized.values()), self.root_device)
         wrapped = super().wrap(model)
-        self._wrapped, self._first_buckets = set(model.parameters()), FirstBuckets()
+        self._wrapped, self._has_stepped = set(model.parameters()), False
         if not {"broadcast_buffers", "forward_sync_buffers"} & ddp_arguments(self).keys():
             # Rotary tables are buffers: broadcasting them in every forward would make each wait for the slowest rank.
             wrapped.broadcast_buffers = False
@@ -193,15 +193,18 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         self._refuse_late()
-        if isinstance(self.model, DistributedDataParallel):
-            self._first_buckets.await_release(self.model, self.root_device)
         super().pre_backward(closure_loss)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, *args, **kwargs)
-        if isinstance(self.model, DistributedDataParallel):
-            self._first_buckets.note(self.model)
+        if (
+            not self._has_stepped
+            and isinstance(self.model, DistributedDataParallel)
+            and not has_new_buckets(self.model)
+        ):
+            await_release(self.root_device)
+        self._has_stepped = True
         return result
 
     def _refuse_late(self) -> None:
