@@ -40,6 +40,7 @@ class SplitNetwork:
         self.network, self.plan, self.context = network, plan, context
         self.around: list[FSDPModule] = []  # sharded, whose forward is under way; see `stage`
         self._restore_attention = exchange_attention(network, plan, context)
+        self._exchanging = self._forwards()
 
     def restore_attention(self) -> None:
         """Takes the exchanges back."""
@@ -48,8 +49,10 @@ class SplitNetwork:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, the network computes on whole sequences, with the attention it had before it was split."""
-        # Later changes, such as compilation, may have wrapped a forward that the attention's undo sets back.
-        forwards = [(module, vars(module).get("forward")) for module in self.network.modules()]
+        # Later changes, such as compilation, may have wrapped a forward that the attention's undo sets back. All others
+        # are made anew, as what stands against schedules is asked of the new ones.
+        forwards = self._forwards()
+        wrapped = [module for module, forward in forwards.items() if forward is not self._exchanging.get(module)]
         restore_children = keep_children(self.network)  # what FSDP2 sharded and users hooked, not what is made anew
         self._restore_attention()
         self.context.suspended = True
@@ -58,11 +61,16 @@ class SplitNetwork:
         finally:
             self.context.suspended = False
             self._restore_attention = exchange_attention(self.network, self.plan, self.context)
+            self._exchanging = self._forwards()
             restore_children()
-            for module, forward in forwards:
+            for module in wrapped:
                 vars(module).pop("forward", None)
-                if forward is not None:
+                if (forward := forwards[module]) is not None:
                     module.forward = forward
+
+    def _forwards(self) -> dict[nn.Module, Any]:
+        """What modules have in place of their class's forward, None for none."""
+        return {module: vars(module).get("forward") for module in self.network.modules()}
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,8 @@ def test_one_mask_is_exchanged_once(ranks: Ranks, change: str, checkpoint: bool)
         assert distance < 1e-4
         # The mask, the output, and as in all first calls checksums of the inputs.
         assert forward == 3
-        assert total <= forward + checkpoint
+        # In backward only those of the output's gradient, also where layers are computed again.
+        assert total == forward + 1
 
 
 def test_what_was_found_out_holds_for_that_tensor_as_it_is() -> None:
