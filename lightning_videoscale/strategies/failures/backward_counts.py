@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -36,8 +37,9 @@ class BackwardCounts:
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._next = rank, (rank + 1) % size
-        self._batch = 0  # that are begun; what comes before the first is no training
-        self._now = [0, 0]
+        # Micro-batches that are begun, backwards and steps of the last; one object, as a thread reads it. What comes
+        # before the first is no training.
+        self._now = (0, 0, 0)
         self._digests: OrderedDict[int, int] = OrderedDict({0: 0})  # of all counts until the end of a micro-batch
         self._last = (0, 0, 0, 0)  # micro-batch, digest, backwards and steps
         self._ends = 0
@@ -45,21 +47,23 @@ class BackwardCounts:
     def begin_batch(self) -> None:
         """Ends the micro-batch under way, if there is one, and begins the next."""
         self._end_batch()
-        self._batch, self._now = self._batch + 1, [0, 0]
+        self._now = (self._now[0] + 1, 0, 0)
 
     def count_backward(self) -> None:
         """To be called before each backward that averages gradients."""
-        self._now[0] += 1
+        batch, backwards, steps = self._now
+        self._now = (batch, backwards + 1, steps)
 
     def count_step(self) -> None:
         """To be called after each step of an optimizer."""
-        self._now[1] += 1
+        batch, backwards, steps = self._now
+        self._now = (batch, backwards, steps + 1)
 
     def look(self, store: TCPStore | AnsweringStore) -> None:
         """Publishes this rank's counts and compares those of the next; called by a thread each second."""
         store.set(f"backwards/{self._rank}", json.dumps(self._last))
         if store.check([f"backwards/{self._next}"]):
-            batch, counts = self._batch, tuple(self._now)  # first: what is counted meanwhile is of a later moment
+            batch, *counts = self._now  # first: what is counted meanwhile is of a later moment
             what = self._difference(batch, counts, *json.loads(store.get(f"backwards/{self._next}")))
             if what:
                 store.compare_set("first_error", "", f"rank {self._rank}: {what}")
@@ -82,16 +86,16 @@ class BackwardCounts:
             raise RuntimeError(f"In some micro-batch of the epoch, {_APART}")
 
     def _end_batch(self) -> None:
-        if self._batch in self._digests:
+        batch, backwards, steps = self._now
+        if batch in self._digests:
             return
-        backwards, steps = self._now
         digest = zlib.crc32(repr((self._last[1], backwards, steps)).encode())
-        self._digests[self._batch] = digest
-        self._last = self._batch, digest, backwards, steps
+        self._digests[batch] = digest
+        self._last = batch, digest, backwards, steps
         if len(self._digests) > _KEPT:
             self._digests.popitem(last=False)
 
-    def _difference(self, mine: int, counts: tuple[int, ...], batch: int, digest: int, *theirs: int) -> str:
+    def _difference(self, mine: int, counts: Sequence[int], batch: int, digest: int, *theirs: int) -> str:
         """What is wrong, given the micro-batch under way here and the last one that has ended on the next rank."""
         known = self._digests.get(batch)
         if known is not None:
