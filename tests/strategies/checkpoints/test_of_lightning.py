@@ -68,21 +68,26 @@ def train(module: Net, strategy: Strategy | str, steps: int, start: Path | None 
 def save_and_go_on(folder: Path, groups: int, frozen: bool) -> list[dict[str, Tensor]]:
     train(expected := Net(groups, frozen), "ddp", 4)
     file, shards = folder / "file.ckpt", folder / "shards.ckpt"
-    for path, whole in ((file, True), (shards, False)):
-        strategy = ModelParallelStrategy(save_distributed_checkpoint=not whole)
-        train(Sharded(groups, frozen), strategy, 2).save_checkpoint(path)
+    train(Sharded(groups, frozen), ModelParallelStrategy(save_distributed_checkpoint=False), 2).save_checkpoint(file)
+    paths = [file, consolidated(shards, groups, frozen)] if groups > 1 else [file]
+    found = [expected]
+    for path in paths:
+        for strategy in (SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy):
+            train(module := Net(groups, frozen), strategy(modules=["net"], plan=NOTHING_TO_SPLIT), 4, path)
+            found.append(module)
+    return [{name: assembled(p) for name, p in module.named_parameters()} for module in found]
+
+
+def consolidated(shards: Path, groups: int, frozen: bool) -> Path:
+    """Saves shards, which are refused, and makes a file of them as the error says."""
+    train(Sharded(groups, frozen), ModelParallelStrategy(save_distributed_checkpoint=True), 2).save_checkpoint(shards)
+    with pytest.raises(CheckpointError, match="fabric consolidate"):
+        train(Net(groups, frozen), SequenceParallelDDPStrategy(modules=["net"], plan=NOTHING_TO_SPLIT), 4, shards)
     if torch.distributed.get_rank() == 0:
         fabric = "from lightning.fabric.cli import _main; _main()"  # what the command of this name runs
         subprocess.run([sys.executable, "-c", fabric, "consolidate", str(shards)], check=True)
     torch.distributed.barrier()
-    found = [expected]
-    for path in (file, folder / "shards.ckpt.consolidated"):
-        for strategy in (SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy):
-            train(module := Net(groups, frozen), strategy(modules=["net"], plan=NOTHING_TO_SPLIT), 4, path)
-            found.append(module)
-    with pytest.raises(CheckpointError, match="fabric consolidate"):
-        train(Net(groups, frozen), SequenceParallelDDPStrategy(modules=["net"], plan=NOTHING_TO_SPLIT), 4, shards)
-    return [{name: assembled(p) for name, p in module.named_parameters()} for module in found]
+    return shards.with_name("shards.ckpt.consolidated")
 
 
 @pytest.mark.parametrize(("groups", "frozen"), [(1, False), (2, True)])
