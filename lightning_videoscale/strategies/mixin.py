@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -183,8 +183,7 @@ class SequenceParallelMixin(
     def _look(self, store: AnsweringStore) -> None:
         self._stop.look(store)
         self._ends.look(store)
-        assert self._counts is not None
-        self._counts.look(store)
+        self._look_at_counts(store)
 
     @override
     def _wait_at_end_of_epoch(self) -> None:
@@ -316,7 +315,7 @@ class SequenceParallelMixin(
         def step() -> Tensor:
             seed_generators(self._seed, "verify_parity", self.data_parallel_rank)
             with self.precision_plugin.train_step_context():
-                output = module.training_step(*(shared, 0)[: _count_arguments(module.training_step)])
+                output = module.training_step(*(shared, 0)[: len(inspect.signature(module.training_step).parameters)])
             loss = output["loss"] if isinstance(output, Mapping) else output
             assert isinstance(loss, Tensor)
             return loss
@@ -399,7 +398,3 @@ class SequenceParallelMixin(
 
     def _end_processes(self, grace: float) -> None:
         end_processes(launched_processes(self.launcher), grace)
-
-
-def _count_arguments(step: Callable[..., Any]) -> int:
-    return len(inspect.signature(step).parameters)

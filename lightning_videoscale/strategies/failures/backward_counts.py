@@ -126,6 +126,10 @@ class CountsBackwards(StrategyPart):
         """Whether the next backward averages gradients."""
         return True
 
+    def _look_at_counts(self, store: AnsweringStore) -> None:
+        if self._counts is not None:
+            self._counts.look(store)
+
     def _before_batch(self) -> None:
         if self._counts is not None:
             self._counts.begin_batch()
