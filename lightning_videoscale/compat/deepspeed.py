@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_videoscale.compat.names import Package
 from lightning_videoscale.compat.patching import Method
-from lightning_videoscale.compat.torch import TORCH
+from lightning_videoscale.compat.torch.autograd import hooks_on_grad
 
 DEEPSPEED = Package("deepspeed", "0.19")
 
@@ -100,9 +100,8 @@ def is_partitioned(parameter: nn.Parameter) -> bool:
 
 
 def hooked_by_deepspeed(parameter: nn.Parameter) -> bool:
-    """Whether hooks of DeepSpeed's see its gradient; which ones a parameter has, no public function says."""
-    hooks: Any = TORCH.get(parameter, "_post_accumulate_grad_hooks") or {}
-    return any(hook.__module__.startswith("deepspeed.") for hook in hooks.values())
+    """Whether hooks of DeepSpeed's see its gradient."""
+    return any(hook.__module__.startswith("deepspeed.") for hook in hooks_on_grad(parameter))
 
 
 def full_shape(value: Any) -> torch.Size:

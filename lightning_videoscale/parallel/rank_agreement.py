@@ -30,6 +30,7 @@ _FIRST = 20
 _INTERVAL = 211  # a prime, so that of several calls in a step each has its turn
 _TOLERANCE = 1e-3  # of the relative distance: a nondeterministic encoder stays below, another draw does not
 _OF_GRADIENTS = 0.1  # of what is decoded and judged in bfloat16; another reward does not stay below
+_LEAST_LOSS = 1e-3  # that of advantages of zero mean is rounding alone, and gradients are compared beside it
 _PART = 2**22  # words that a checksum takes at once, which bounds its memory
 
 
@@ -71,6 +72,10 @@ class Agreement:
             with torch.no_grad():
                 leaves = {keystr(path): leaf for path, leaf in tree_flatten_with_path(dict(values))[0]}
                 self._compare(what, leaves, tolerance, least_norm)
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Compares the losses of a micro-batch; see `check`."""
+        self.check("losses", {"loss": loss}, least_norm=_LEAST_LOSS)
 
     def _compare(self, what: str, leaves: dict[str, Any], *bounds: float) -> None:
         described = {name: _describe(leaves[name]) for name in sorted(leaves)}

@@ -338,7 +338,7 @@ class SequenceParallelMixin(
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._losses is not None:
             check_loss(closure_loss)
-            self._losses.check("losses", {"loss": closure_loss}, least_norm=1e-3)
+            self._losses.check_loss(closure_loss)
         self._refuse_unfrozen()
         if self._calls is not None:
             (self._calls.check_backward if self._averages_what_was_called else self._calls.forget)()

@@ -106,9 +106,15 @@ def has_hooks(x: Tensor) -> bool:
     return bool(TORCH.get(x, "_backward_hooks"))
 
 
+def hooks_on_grad(leaf: Tensor) -> list[Callable[[Tensor], None]]:
+    """Returns the hooks that see a leaf's ``.grad``, as `Tensor.register_post_accumulate_grad_hook` adds them."""
+    hooks = TORCH.get(leaf, "_post_accumulate_grad_hooks") or {}
+    return list(hooks.values())
+
+
 def has_hooks_on_grad(leaf: Tensor) -> bool:
-    """Whether a leaf has hooks that see its ``.grad``, as `Tensor.register_post_accumulate_grad_hook` adds them."""
-    return bool(TORCH.get(leaf, "_post_accumulate_grad_hooks"))
+    """Whether a leaf has such hooks."""
+    return bool(hooks_on_grad(leaf))
 
 
 def version_of(x: Tensor) -> int:

@@ -32,8 +32,7 @@ _REPEATS = (2, 20)
 """Two of a step that is longer than the time for its cell: its own time hardly varies then, and both show whether."""
 
 _STEADY, _STEADY_OF_TWO = 0.1, 0.03
-"""Spread up to which the repeats of a cell agree. Of two nothing tells which one was disturbed, and undisturbed ones
-of a step so long are within 1 %."""
+"""Spread up to which the repeats of a cell agree. Of two nothing tells which one was disturbed."""
 
 
 def measure_shapes(

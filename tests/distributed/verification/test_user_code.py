@@ -6,7 +6,6 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from tests.distributed.pool import ProcessPool
 from tests.distributed.summing import sum_over_ranks
 from tests.distributed.wan_training import Clips, RectifiedFlow
 from tests.models import gradient_error, lifted_float_casts
+from tests.strategies.fsdp2.training import trainer
 
 Ranks = Callable[[int], ProcessPool]
 FRAMES, SHAPE = 4, (4, 6, 4)  # 24 tokens: both ranks have a number that the frames divide
@@ -171,19 +171,10 @@ def test_code_that_works_token_by_token_or_gathers_is_exact(ranks: Ranks, habit:
 def fit_sharded(habit: Any) -> list[float]:
     """What a hook uses beside the network is in FSDP2's outermost unit, which a comparison frees."""
     losses: list[float] = []
-    trainer = pl.Trainer(
-        strategy=SequenceParallelFSDP2Strategy(dist.get_world_size()),
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    runner = trainer(SequenceParallelFSDP2Strategy(dist.get_world_size()))
     module = Adapted(habit)
-    module.on_train_batch_end = lambda *_: losses.append(float(trainer.callback_metrics["loss"]))  # type: ignore[method-assign]
-    trainer.fit(module, DataLoader(Clips(SHAPE, torch.float32), batch_size=1))
+    module.on_train_batch_end = lambda *_: losses.append(float(runner.callback_metrics["loss"]))  # type: ignore[method-assign]
+    runner.fit(module, DataLoader(Clips(SHAPE, torch.float32), batch_size=1))
     return losses
 
 

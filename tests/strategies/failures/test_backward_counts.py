@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from lightning_videoscale.strategies.failures.backward_counts import BackwardCounts
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import Clips, RectifiedFlow
+from tests.strategies.fsdp2.training import trainer
 
 Ranks = Callable[[int], ProcessPool]
 
@@ -47,19 +47,10 @@ class LeavesOut(RectifiedFlow):
 
 
 def said(backwards: tuple[tuple[int, int], ...], averages: bool, sp: int) -> str:
-    trainer = pl.Trainer(
-        strategy=SequenceParallelDDPStrategy(sp),
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    runner = trainer(SequenceParallelDDPStrategy(sp), max_epochs=1, max_steps=-1)
     clips = Clips((1, 2, 4), torch.float32, length=len(backwards) * dist.get_world_size() // sp)
     try:
-        trainer.fit(LeavesOut(backwards, averages), DataLoader(clips, batch_size=1))
+        runner.fit(LeavesOut(backwards, averages), DataLoader(clips, batch_size=1))
     except RuntimeError as error:
         return "\n".join(
             [str(error), *getattr(error, "__notes__", [])]
