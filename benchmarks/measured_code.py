@@ -78,6 +78,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "predictions/scaling": (*_PLANNING, f"{_PARALLEL}/layout"),
     "strategies/allocator": _FUSED,
     "strategies/background_checkpoints": ("lightning_videoscale/strategies/checkpoints",),
+    "strategies/gradient_exchange": _FUSED,
     "strategies/garbage_collection": ("lightning_videoscale/garbage.py", "lightning_videoscale/strategies/garbage.py"),
     "suite": (*_FUSED, *_PLANNING, "lightning_videoscale/attention"),
 }

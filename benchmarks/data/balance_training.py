@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from benchmarks.data.balance_figures import Columns, Waits, columns_of, of_groups
 from benchmarks.launch import say
@@ -19,6 +20,8 @@ from benchmarks.wan_training import RectifiedFlow, trainer_with
 from lightning_videoscale import VideoDataModule, benchmark_shapes
 from lightning_videoscale.callbacks import RunReport
 from lightning_videoscale.cost import BucketBudget, ShapeMatrix, StepTimeModel
+from lightning_videoscale.cost.benchmark.grid import Cell
+from lightning_videoscale.data.loading.synthetic_batches import RandomBatches
 from lightning_videoscale.data.planning import BucketPlanner, SampleTable
 from lightning_videoscale.data.planning.shapes import ClipShape
 from lightning_videoscale.injection import inject_fused_kernels
@@ -102,6 +105,14 @@ def matrix_of(
         progress=False,
         file=file,
     )
+
+
+def rehearse(config: dict[str, int], cells: Sequence[Cell], strategy: Any, tiny: bool) -> None:
+    """One block trains on these micro-batches: what loads a kernel at its first use, does so here; collective."""
+    batches = RandomBatches()
+    loader: Any = DataLoader(cells, batch_size=None, collate_fn=batches)  # type: ignore[arg-type, var-annotated]
+    trainer = trainer_with(int(os.environ["WORLD_SIZE"]), tiny, strategy=strategy, max_epochs=1)
+    trainer.fit(module_of(config | {"num_layers": 1}), loader)
 
 
 def train(

@@ -20,8 +20,9 @@ ceiling of the whole epoch, which has the same clips under every balance. A ceil
 wait, by the measured costs.
 
 SDPA is held to FlashAttention, as cuDNN builds a plan for every shape that a rank has not seen: in a short run, for
-most of them. Every finished run is in the output file at once, its report in --reports, and the costs before them; a
-call goes on where an earlier one ended. ``--tiny`` tries the script on CPUs.
+most of them. Before the runs one block trains on all of their micro-batches, so that kernels are loaded. Every finished
+run is in the output file at once, its report in --reports, and the costs before them; a call goes on where an earlier
+one ended. ``--tiny`` tries the script on CPUs.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -47,6 +50,7 @@ from benchmarks.data.balance_training import (
     budget_of,
     matrix_of,
     module_of,
+    rehearse,
     strategy_of,
     table_of,
     train,
@@ -57,6 +61,7 @@ from benchmarks.launch import finish, launch, say, task_of_worker
 from benchmarks.wan_training import TINY_WAN, WAN_1_3B, latents_of
 from lightning_videoscale import VideoDataModule
 from lightning_videoscale.cost import StepTimeModel, TransformerFlops
+from lightning_videoscale.cost.benchmark.grid import Cell
 from lightning_videoscale.data.planning import BucketPlanner
 from lightning_videoscale.data.planning.compute_budget import best_of, try_budgets
 from lightning_videoscale.data.planning.figures import PlanFigures
@@ -141,7 +146,10 @@ def measure(runs: list[list[Any]], done: dict[str, Any], **task: Any) -> None:
     if is_first:
         write(task, settings, rows)
     step_time = StepTimeModel.from_dict(settings["cost"])
-    for run, m_comp, planner in planners_of([Run(*run) for run in runs], step_time, task):
+    planned = list(planners_of([Run(*run) for run in runs], step_time, task))
+    cells = cells_of((planner, run.warm_up + run.steps) for run, _, planner in planned)
+    rehearse(task["config"], cells, strategy_of(task["strategy"], task["ulysses"]), task["tiny"])
+    for run, m_comp, planner in planned:
         if is_first:
             epoch = planner.plan(epoch=0)
             seconds = epoch.cost[epoch.grid[: run.warm_up + run.steps]].sum(axis=2).max(axis=1).sum()
@@ -182,6 +190,21 @@ def costs_of(task: Task) -> dict[str, Any]:
         say(f"cost: {model.to_dict()}")
     names = ("outcome", "samples", "sequence_length", "seconds", "spread", "wait_seconds", "peak_bytes")
     return {"cost": model.to_dict(), "cost_table": [{name: getattr(r, name) for name in names} for r in matrix.rows]}
+
+
+def cells_of(plans: Iterable[tuple[BucketPlanner, int]]) -> list[Cell]:
+    """All different micro-batches of the first steps, so many of each plan, the longest first."""
+    cells: set[Cell] = set()
+    for planner, steps in plans:
+        epoch = planner.plan(epoch=0)
+        samples, table = np.diff(epoch.starts), epoch.table
+        chosen = np.ravel(epoch.grid[:steps])
+        shapes = epoch.shape_id[chosen]
+        cells |= {
+            Cell(table.shapes[shape], int(table.sequence_lengths[shape]), int(count))
+            for shape, count in zip(shapes, samples[chosen], strict=True)
+        }
+    return sorted(cells, key=lambda cell: (-cell.tokens, cell))
 
 
 def write(task: Task, settings: dict[str, Any], rows: list[Row]) -> None:

@@ -35,7 +35,6 @@ JOBS = (8, 16, 64, 256, 1024)
 OF_EXCHANGE = 32_760
 INPUTS = (
     "cost/step_time_fit-h200",
-    "data/balances-h200x2",
     "kernels/wan_step-h200",
     "parallel/attention_layer-h200x2",
     "parallel/attention_layer-h200x4",
@@ -112,7 +111,7 @@ def jobs(machine: Machine, rest: Rest) -> list[Row]:
     return rows
 
 
-def checks(machine: Machine, rest: Rest, table: Path) -> list[Row]:
+def checks(machine: Machine, rest: Rest) -> list[Row]:
     """The same formulas where there are measurements: the relative error of each prediction."""
     rows = []
 
@@ -140,14 +139,6 @@ def checks(machine: Machine, rest: Rest, table: Path) -> list[Row]:
                 case = f"{row['heads']} heads, {tokens} tokens, {layout}, ms"
                 milliseconds = 1e3 * predict(layer, layout, machine).total
                 add(name, case, milliseconds, row["median_ms"], fitted="attention_layer" in name)
-    result = read("data/balances-h200x2")
-    cost = StepTimeModel.from_dict(result["settings"]["cost"])
-    drawn = table_of(Clips.from_csv(table), result["settings"]["mix"]["samples"])
-    for row in result["rows"]:
-        found = simulate(drawn, cost, 2, row["micro_batches"], row["balance"])
-        case = f"{row['balance']}, K = {row['micro_batches']}"
-        add("balance", f"{case}, mean / max", found["efficiency"], row["share_of_measured_compute"])
-        add("balance", f"{case}, CV_step", found["cv_step"], row["cv_step_mean"])
     return rows
 
 
@@ -165,7 +156,7 @@ def main() -> None:
         *strong_scaling(machine, rest),
         *balances(options.shapes, step_time, options.samples),
         *jobs(machine, rest),
-        *checks(machine, rest, options.shapes),
+        *checks(machine, rest),
     ]
     hashes = {name: hashlib.sha256((provenance.RESULTS / f"{name}.json").read_bytes()).hexdigest() for name in INPUTS}
     settings = {
