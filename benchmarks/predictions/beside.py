@@ -138,7 +138,6 @@ def balances(result: Result, prediction: Result) -> Iterator[Case]:
     settings = result["settings"]
     if {name: settings.get(name, value) for name, value in MIX.items()} != MIX:
         raise ValueError(f"only a mix of {MIX} was simulated")
-    checks = {row["case"]: row["predicted"] for row in prediction["rows"] if row["kind"] == "check"}
     simulated = {
         (row["ranks"], row["balance"], row["micro_batches"]): row
         for row in prediction["rows"]
@@ -148,14 +147,10 @@ def balances(result: Result, prediction: Result) -> Iterator[Case]:
         if row.get("m_comp_over_longest", 1) not in M_COMP:
             continue
         cell = f"{row['balance']}, K = {row['micro_batches']}"
-        if (found := simulated.get((settings["ranks"], row["balance"], row["micro_batches"]))) is not None:
-            efficiency, cv_step = found["efficiency"], found["cv_step"]
-        elif settings["ranks"] == 2:
-            efficiency, cv_step = checks[f"{cell}, mean / max"], checks[f"{cell}, CV_step"]
-        else:
+        if (found := simulated.get((settings["ranks"], row["balance"], row["micro_batches"]))) is None:
             raise ValueError(f"balances on {settings['ranks']} ranks were not simulated")
-        yield Case("Mean / max of the ranks", cell, efficiency, row["share_of_measured_compute"])
-        yield Case("CV_step, mean", cell, cv_step, row["cv_step_mean"])
+        yield Case("Mean / max of the ranks", cell, found["efficiency"], row["share_of_measured_compute"])
+        yield Case("CV_step, mean", cell, found["cv_step"], row["cv_step_mean"])
 
 
 def picks(result: Result) -> Iterator[Pick]:
