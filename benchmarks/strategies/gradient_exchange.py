@@ -129,7 +129,7 @@ def measure(config: dict[str, int], cases: dict[str, list[int]], rounds: int, ti
     inject_fused_kernels(module)
     module.transformer.enable_gradient_checkpointing()
     network = _Loss(module)
-    ddp = DistributedDataParallel(network, gradient_as_bucket_view=True)
+    ddp = DistributedDataParallel(network, gradient_as_bucket_view=True, bucket_cap_mb=task["settings"]["bucket_mb"])
     average, rows = Average(device), list[Row]()
     ddp.register_comm_hook(average, lambda average, bucket: average(bucket))  # which would check its annotations
     frames, height = (3, 8) if tiny else (FRAMES, HEIGHT)
@@ -195,6 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8, help="of Wan-1.3B's 30")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--bucket-mb", type=int, default=25, help="of DDP, whose own default is this")
     parser.add_argument("--cases", nargs="+", default=list(WIDTHS), choices=list(WIDTHS))
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs: nothing to publish")
     parser.add_argument("--output", type=Path)
@@ -202,6 +203,7 @@ def main() -> None:
     options = parser.parse_args()
     config = TINY_WAN if options.tiny else WAN_1_3B | {"num_layers": options.layers}
     settings = {"model": config, "rounds": options.rounds, "dry_run": options.tiny, "max_ctas": MAX_CTAS}
+    settings |= {"bucket_mb": options.bucket_mb}
     launch(
         __file__,
         2,
