@@ -205,6 +205,9 @@ class SampleVideos(pl.Callback):
         topology, device = topology_of(trainer), trainer.strategy.root_device
         is_first = trainer.global_rank == topology.data_parallel_rank * topology.sequence_parallel_size
         module = trainer.lightning_module
+        if is_first:
+            own = self.prompts[topology.data_parallel_rank :: topology.data_parallel_size]
+            self._best_effort.attempt("remove older videos", _remove, folder, trainer.global_step, own)
         with ExitStack() as stack:
             stack.enter_context(between_steps(trainer))
             if self._pipeline is None:
@@ -228,9 +231,13 @@ class SampleVideos(pl.Callback):
 
     def _write(self, folder: Path, step: int, prompt: _Prompt, frames: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        video = _file(folder, step, prompt, "mp4")
-        write_video(video, frames, self.fps)
+        video, part = (_file(folder, step, prompt, suffix) for suffix in ("mp4", "part.mp4"))
         write_picture(video.with_suffix(".png"), strip_of(frames))
+        try:
+            write_video(part, frames, self.fps)
+            part.replace(video)  # whole, and behind the picture: where there is a video, there are both
+        finally:
+            part.unlink(missing_ok=True)
 
     def _log(self, logger: Logger, folder: Path, trainer: pl.Trainer) -> None:
         step = trainer.global_step
@@ -269,6 +276,13 @@ def _read_prompts(prompts: Sequence[str | Mapping[str, Any]], seed: int) -> Iter
 
 def _file(folder: Path, step: int, prompt: _Prompt, suffix: str) -> Path:
     return folder / f"step-{step:08}-prompt-{prompt.index:02}.{suffix}"
+
+
+def _remove(folder: Path, step: int, prompts: Sequence[_Prompt]) -> None:
+    """Removes what an earlier run sampled at the same step, which would be shown as new where this sampling fails."""
+    for prompt in prompts:
+        for suffix in ("mp4", "png"):
+            _file(folder, step, prompt, suffix).unlink(missing_ok=True)
 
 
 def _tensorboard_takes_videos() -> bool:

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_videoscale.callbacks import EMA, LoadBalanceMonitor, SampleVideos
-from lightning_videoscale.callbacks.sample_files import read_picture, read_video, strip_of
+from lightning_videoscale.callbacks.sample_files import read_picture, read_video, strip_of, write_video
 from lightning_videoscale.trained_weights import AVERAGES
 from tests.callbacks.toy import MemoryLogger, Meta, Slope, batches_of, trainer_with
 from tests.distributed.callbacks.sampling import CALL, Drawing, Pipelines, save_parts, train
@@ -152,6 +152,35 @@ def test_a_failure_ends_the_run_with_its_cause_or_is_said(parts: Path, tmp_path:
     with pytest.warns(UserWarning, match="no room for a video"):
         state, _ = train("auto", 1, sampling("warn"))
     assert (state.losses, state.modes) == (without.losses, without.modes)
+
+
+def test_a_video_that_cannot_be_written_is_not_logged_and_the_others_are(
+    parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half_of_the_first(path: Path, frames: np.ndarray, fps: float) -> None:
+        write_video(path, frames, fps)
+        if "prompt-00" in path.name:
+            path.write_bytes(path.read_bytes()[:100])
+            raise OSError("disk full")
+
+    monkeypatch.setattr("lightning_videoscale.callbacks.sample_videos.write_video", half_of_the_first)
+    for suffix in ("mp4", "png"):  # of an earlier run into the same folder
+        (tmp_path / f"step-00000000-prompt-00.{suffix}").write_bytes(b"old")
+    samples = SampleVideos(Pipelines(parts), ["1", "3"], every_n_steps=9, folder=tmp_path, **CALL)
+    with pytest.warns(UserWarning, match="could not write a video.*disk full"):
+        train("auto", 1, samples, logger=TensorBoardLogger(tmp_path, version="run"), limit_train_batches=1)
+    assert [file.name for file in tmp_path.glob("*.mp4")] == ["step-00000000-prompt-01.mp4"]
+    board = EventAccumulator(str(tmp_path / "lightning_logs" / "run")).Reload()
+    assert board.Tags()["images"] == ["samples/01"]
+
+
+def test_a_failure_shows_no_videos_of_an_earlier_run(parts: Path, tmp_path: Path) -> None:
+    (tmp_path / "step-00000000-prompt-00.mp4").write_bytes(b"old")
+    call = CALL | {"callback_on_step_end": fails}
+    samples = SampleVideos(Pipelines(parts), ["1"], every_n_steps=9, folder=tmp_path, on_error="warn", **call)
+    with pytest.warns(UserWarning, match="no room for a video"):
+        train("auto", 1, samples, limit_train_batches=1)
+    assert not list(tmp_path.glob("*.mp4"))
 
 
 def test_the_network_computes_in_the_trainers_precision_and_the_vae_in_its_own(parts: Path, tmp_path: Path) -> None:
