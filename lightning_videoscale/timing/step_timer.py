@@ -82,7 +82,10 @@ class StepTimer(pl.Callback):
         @wraps(training_step)
         def beginning(*args: Any, **kwargs: Any) -> Any:
             self._clock.enter("forward")
-            return training_step(*args, **kwargs)
+            output = training_step(*args, **kwargs)
+            if output is None and self._trainer.lightning_module.automatic_optimization:
+                self._clock.enter("optimizer")  # no backward pass will say so
+            return output
 
         return beginning
 
@@ -125,6 +128,11 @@ class StepTimer(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._clock.end_micro_batch()
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # A loader that is shorter than it says was asked for a batch that no start of a batch follows.
+        self._clock.enter("other")
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_videoscale.timing import Marks, StepTimer, StepTimes, step_timer
 from tests.callbacks.toy import Meta, Slope, batches_of, trainer_with
@@ -221,3 +222,35 @@ def test_passes_between_two_optimizers_are_the_models(scripted: ScriptedTime, mo
 
 def test_passes_in_closures_of_manual_steps_are_the_models(scripted: ScriptedTime) -> None:
     assert scripted_times(Closures(scripted)) == [StepTimes(forward=2, backward=4, optimizer=8, other=48)] * 2
+
+
+def test_a_step_that_is_skipped_has_no_longer_forward_pass(scripted: ScriptedTime) -> None:
+    class Skipping(Scripted):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor | None:  # type: ignore[override]
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx == 0 else loss
+
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            """There are no gradients to note."""
+
+    first, second = scripted_times(Skipping(scripted))
+    assert first == second._replace(backward=0) == StepTimes(forward=1, optimizer=4, other=48)
+
+
+class ShorterThanItSays(IterableDataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        yield {"x": torch.ones(1)}
+
+
+def test_what_comes_behind_an_epoch_that_ends_early_is_no_waiting_for_data(scripted: ScriptedTime) -> None:
+    class Saves(Scripted):
+        def on_train_epoch_end(self) -> None:
+            self.script.pass_by(64)
+
+    reading, loader = Reading(), DataLoader(ShorterThanItSays(), batch_size=None)
+    trainer_with(reading, max_epochs=2).fit(Saves(scripted), loader)
+    once = StepTimes(forward=1, backward=2, optimizer=4, other=32)
+    assert reading.times == [once, once._replace(other=96)]
