@@ -92,7 +92,7 @@ def number(value: float) -> str:
 def seconds(value: float) -> str:
     """A time in the unit that fits it."""
     for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"), (1e-12, "ps")):
-        if abs(value) >= factor:
+        if abs(value) >= factor * 0.9995:
             return f"{value / factor:.3g}{_GAP}{unit}"
     return f"{value:.2g}{_GAP}s"
 

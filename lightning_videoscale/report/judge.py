@@ -14,6 +14,7 @@ from lightning_videoscale.report.costs import batch_size
 if TYPE_CHECKING:
     from lightning_videoscale.report.drift import Drift
     from lightning_videoscale.report.findings import Findings
+    from lightning_videoscale.report.reading import LoggedRecord
 
 _GROWN = {
     "data": ("look at the loader and the storage", "Waiting for data grew most."),
@@ -25,6 +26,9 @@ _GROWN = {
 
 BALANCED = 0.05
 """Median CV_step up to which a run is called balanced."""
+
+_LATELY = 10
+"""Records by which the end of a run is judged."""
 
 _IN_STOCK = 0.5
 """Share of their time that workers work below which they are not what ranks wait for."""
@@ -42,8 +46,8 @@ def advice_on_bottleneck(name: Name, straggler: Straggler, on_gpu: bool) -> str:
     is_slow = straggler.steps > 0.8 and straggler.slowdown >= SLOW
     advice: dict[Name, str] = {
         "data": (
-            "Raise num_workers of VideoDataModule, or encode the videos to latents first (videoscale encode); check "
-            "the speed of the storage."
+            "Raise num_workers of the loader, or encode the videos to latents first (videoscale encode); check the "
+            "speed of the storage."
         ),
         "exchange": (
             "Use a smaller sequence-parallel group or keep it within a host, accumulate more micro-batches under DDP, "
@@ -141,14 +145,21 @@ def _is_balanced(found: Findings) -> bool:
 
 
 def _of_bottleneck(found: Findings) -> Advice | None:
-    last = found.run.last("bottleneck")
-    if last is None or last["name"] == "kernels":  # no loss, but the work itself
+    usual = _usual_bottleneck(found)
+    if usual is None or usual["name"] == "kernels":  # no loss, but the work itself
         return None
-    if last["name"] == "straggler" and (_of_slow_rank(found) is not None or _is_unexplained(found)):
+    if usual["name"] == "straggler" and (_of_slow_rank(found) is not None or _is_unexplained(found)):
         return None  # said with the figure of the whole run, or not to be helped by what is said of stragglers
-    if last["name"] == "data" and found.loading is not None:
+    if usual["name"] == "data" and found.loading is not None:
         return None  # said with what the loaders did
-    return Advice(last["advice"], last["figure"])
+    return Advice(usual["advice"], usual["figure"])
+
+
+def _usual_bottleneck(found: Findings) -> LoggedRecord | None:
+    """The last finding of the kind that was found most often lately: the last one of all may be of a step or two."""
+    lately = found.run.of("bottleneck")[: -_LATELY - 1 : -1]
+    names = [record["name"] for record in lately]
+    return max(lately, key=lambda record: names.count(record["name"]), default=None)
 
 
 def _is_unexplained(found: Findings) -> bool:
@@ -156,13 +167,13 @@ def _is_unexplained(found: Findings) -> bool:
 
 
 def _of_loading(found: Findings) -> Advice | None:
-    loading, last = found.loading, found.run.last("bottleneck")
+    loading, usual = found.loading, _usual_bottleneck(found)
     if loading is None or not found.windows:
         return None
     share = percent(found.share_of("data"))
     seen = f"Ranks wait for data for {share} of their time."
-    if last is not None and last["name"] == "data":
-        seen = str(last["figure"])
+    if usual is not None and usual["name"] == "data":
+        seen = str(usual["figure"])
     elif found.share_of("data") < WORTH_NAMING:
         return None
     if loading.busy < _IN_STOCK:
@@ -210,7 +221,7 @@ def _of_cost_model(found: Findings) -> Advice | None:
 
 
 def _of_memory(found: Findings) -> Advice | None:
-    known = [memory for memory in found.run.of("memory") if "fits_tokens" in memory][-10:]
+    known = [memory for memory in found.run.of("memory") if "fits_tokens" in memory][-_LATELY:]
     if not known or not found.plans:
         return None
     fits, headroom = (min(memory[name] for memory in known) for name in ("fits_tokens", "headroom_tokens"))

@@ -47,11 +47,13 @@ def test_numbers(value: float, text: str) -> None:
 
 
 def test_times() -> None:
-    assert [plain(seconds(value)) for value in (0.0, 3.2e-5, 2.4e-9, 0.25, 16.2)] == [
+    assert [plain(seconds(value)) for value in (0.0, 3.2e-5, 2.4e-9, 0.25, 0.9994, 0.9996, 16.2)] == [
         "0 s",
         "32 µs",
         "2.4 ns",
         "250 ms",
+        "999 ms",
+        "1 s",
         "16.2 s",
     ]
     assert [plain(duration(value)) for value in (0.31, 61, 3 * 3600 + 59)] == ["0.31 s", "1 min 1 s", "3 h 0 min"]

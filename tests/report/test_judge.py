@@ -1,4 +1,4 @@
-"""What the report advises to do about memory."""
+"""What the report advises to do about memory and bottlenecks."""
 
 from __future__ import annotations
 
@@ -41,3 +41,19 @@ def test_m_mem_is_advised_to_be_what_fits_where_that_changes_batches(
     gib = {"allocated_gib": 1.0, "reserved_gib": 1.0, "peak_gib": 1.0, "fragmentation": 0.0}
     log.append("memory", 20, gib | {"fits_tokens": fits, "headroom_tokens": fits - largest})
     assert [each.what for each in Findings(read_run(tmp_path)).advice if "m_mem" in each.what] == advice
+
+
+@pytest.mark.parametrize(
+    ("names", "advice"),
+    [
+        (["data", "optimizer", "optimizer", "data"], "stop data 3"),  # as often: the later one
+        (["kernels", "kernels", "kernels", "data"], None),  # the rest of a run, of a step or two
+        (["data", "data", "kernels"], "stop data 1"),
+        (["optimizer"] * 20 + ["kernels"] * 10, None),  # it was mended
+    ],
+)
+def test_what_is_advised_is_against_the_usual_bottleneck(tmp_path: Path, names: list[str], advice: str | None) -> None:
+    log = simulated.log_run(tmp_path, steps=20, slowdown=1.0)
+    for number, name in enumerate(names):
+        log.append("bottleneck", 20, {"name": name, "share": 0.2, "figure": "", "advice": f"stop {name} {number}"})
+    assert [each.what for each in Findings(read_run(tmp_path)).advice] == ([] if advice is None else [advice])
