@@ -13,6 +13,7 @@ from lightning_videoscale.callbacks.balance_metrics import BalanceMetrics
 from lightning_videoscale.callbacks.balance_pictures import BalancePictures
 from lightning_videoscale.callbacks.best_effort import BestEffort
 from lightning_videoscale.callbacks.run_figures import RunFigures
+from lightning_videoscale.compat.deepspeed import full_numel
 from lightning_videoscale.compat.lightning.training_loop import logged_step
 from lightning_videoscale.cost import TransformerFlops
 from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
@@ -70,7 +71,7 @@ class LoadBalanceMonitor(RunFigures):
             geometry: The model's VAE, by the name of its family or by its factors; needed where batches hold pixels.
             peak_flops_per_second: What the data sheet promises of one device for the dtype of the matrix products,
                 dense (bfloat16 on an H100 or H200: 989e12); None: no MFU. The work is that of the one transformer
-                of diffusers in the LightningModule that is trained.
+                of diffusers in the LightningModule that is trained, without gradients of its frozen weights.
 
         Raises:
             ValueError: A number of steps is below 1, or the geometry is not known by that name.
@@ -98,7 +99,8 @@ class LoadBalanceMonitor(RunFigures):
         subscribe_to_steps(trainer, self.every_n_steps, partial(self._report, trainer))
         self._window_begin, self._pauses, self._shown = time.perf_counter(), Pauses(), {}
         if self.peak_flops_per_second is not None:
-            transformer = self._best_effort.attempt("count the model's FLOPs", TransformerFlops.of_module, pl_module)
+            count = partial(TransformerFlops.of_module, pl_module, full_numel)
+            transformer = self._best_effort.attempt("count the model's FLOPs", count)
             self.metrics.flops = None if transformer is None else (transformer, self.peak_flops_per_second)
 
     def on_train_batch_end(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_videoscale.families import AllFamilies, known
 
@@ -24,6 +25,7 @@ class TransformerFlops:
         ffn_width: Width of the feed-forward layer's middle.
         cross_attention: Whether every block also attends to text (its keys and values, a few hundred, are not counted).
         checkpointing: Whether backward computes the forward pass again.
+        frozen: Share of the weights that are frozen, as under adapters: backward computes no gradients of them.
     """
 
     layers: int
@@ -31,6 +33,7 @@ class TransformerFlops:
     ffn_width: int
     cross_attention: bool = True
     checkpointing: bool = True
+    frozen: float = 0.0
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], checkpointing: bool = True) -> TransformerFlops:
@@ -55,11 +58,15 @@ class TransformerFlops:
         return cls(config["num_layers"], width, 4 * width, cross_attention)
 
     @classmethod
-    def of_module(cls, module: nn.Module) -> TransformerFlops:
+    def of_module(cls, module: nn.Module, numel: Callable[[Tensor], int] = Tensor.numel) -> TransformerFlops:
         """Reads the configuration of the one transformer of diffusers that is trained in a module.
 
         A frozen copy of it, such as a moving average, does not count, nor does what another one is made of, as a
         compiled or adapted transformer is.
+
+        Args:
+            module: The module.
+            numel: Counts the elements of a parameter, of which a rank may hold a part.
 
         Raises:
             ValueError: If there is none, or more than one, or its configuration lacks a size.
@@ -80,16 +87,19 @@ class TransformerFlops:
                 f"{', '.join(sorted(found)) or 'none'}."
             )
         ((path, config),) = found.items()
-        readers = (known("FLOPS", type(inner)) for inner in module.get_submodule(path).modules())  # of a wrapper too
+        transformer, sizes = module.get_submodule(path), Counter[bool]()
+        readers = (known("FLOPS", type(inner)) for inner in transformer.modules())  # of a wrapper too
         read: Callable[[Mapping[str, Any]], TransformerFlops] = next(filter(None, readers), cls.from_config)
-        return read(config)
+        for parameter in transformer.parameters():
+            sizes[parameter.requires_grad] += numel(parameter)
+        return replace(read(config), frozen=sizes[False] / max(sizes.total(), 1))
 
     @property
     def per_token(self) -> float:
         """FLOPs of the linear layers per token."""
         projections = 12 if self.cross_attention else 8
         forward = self.layers * (projections * self.width**2 + 4 * self.width * self.ffn_width)
-        return float(forward * self._passes)
+        return float(forward * (self._passes - self.frozen))
 
     @property
     def per_pair(self) -> float:
