@@ -37,9 +37,9 @@ class LoadBalanceMonitor(RunFigures):
       tokens per second and rank (Θ of `ThroughputEfficiency`); ``throughput/mfu``, if the peak of the devices is given;
 
     to every logger, and ``cv_step`` and ``tokens/s`` to the progress bar. `summary` gives the same for the whole run,
-    which goes on where a checkpoint is resumed or the Trainer fits again. Every ``pictures_every_n_steps`` steps, and
-    at the end, TensorBoard gets a map of the compute and waiting times of every rank in every step, and a histogram of
-    CV_step.
+    which goes on where a checkpoint is resumed or the Trainer fits again. A checkpoint has the steps up to the last
+    report. Every ``pictures_every_n_steps`` steps, and at the end, TensorBoard gets a map of the compute and waiting
+    times of every rank in every step, and a histogram of CV_step.
 
     The work of a rank is its forward and backward passes and its sequence-parallel exchanges, without what it waited
     for other ranks (see `timing.StepTimes`): with the waits all ranks would look alike. A sequence-parallel group takes
@@ -83,7 +83,7 @@ class LoadBalanceMonitor(RunFigures):
         self.metrics = BalanceMetrics(p, GEOMETRIES[geometry] if isinstance(geometry, str) else geometry)
         self._pictures = BalancePictures(check_interval(pictures_every_n_steps) or 1)
         self._best_effort = BestEffort("LoadBalanceMonitor")
-        self._window_begin = self._pause_begin = 0.0
+        self._window_begin = self._pause_begin = self._last_end = 0.0
         self._pauses = Pauses()
         self._shown: dict[str, float] = {}
 
@@ -97,7 +97,8 @@ class LoadBalanceMonitor(RunFigures):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Subscribes to the steps."""
         subscribe_to_steps(trainer, self.every_n_steps, partial(self._report, trainer))
-        self._window_begin, self._pauses, self._shown = time.perf_counter(), Pauses(), {}
+        self._window_begin = self._last_end = time.perf_counter()
+        self._pauses, self._shown = Pauses(), {}
         if self.peak_flops_per_second is not None:
             count = partial(TransformerFlops.of_module, pl_module, full_numel)
             transformer = self._best_effort.attempt("count the model's FLOPs", count)
@@ -110,6 +111,7 @@ class LoadBalanceMonitor(RunFigures):
         if self._shown:
             pl_module.log_dict(self._shown, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
             self._shown = {}
+        self._last_end = time.perf_counter()
 
     def look_away(self) -> None:
         """Stops counting wall time."""
@@ -119,11 +121,13 @@ class LoadBalanceMonitor(RunFigures):
     def look_again(self) -> None:
         """Goes on counting wall time."""
         if self._pauses.end():
-            self._window_begin += time.perf_counter() - self._pause_begin
+            self._last_end = time.perf_counter()
+            self._window_begin += self._last_end - self._pause_begin
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stops counting wall time."""
-        self.look_away()
+        """Stops counting wall time, from the last batch on: the loaders of the validation have started by now."""
+        if self._pauses.begin():
+            self._pause_begin = self._last_end
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Goes on counting wall time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_videoscale.callbacks import LoadBalanceMonitor
 from lightning_videoscale.cost import TransformerFlops, training_flops
@@ -121,6 +123,27 @@ def test_validation_is_not_timed() -> None:
     trainer = trainer_with(monitor, val_check_interval=1)
     trainer.fit(SlowToValidate(), batches_of([Meta(1, 10)] * 3), batches_of([Meta(1, 10)]))
     assert 0 < monitor.metrics.sums["seconds"] < 0.6
+
+
+class SlowToStart(IterableDataset[dict[str, torch.Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        time.sleep(0.3)
+        yield {"x": torch.ones(1)}
+
+
+@pytest.mark.timed
+def test_the_start_of_its_loaders_and_sampling_before_it_are_not_timed_either() -> None:
+    class Samples(Slope):
+        def on_train_batch_end(self, *args: Any) -> None:
+            with unwatched(self.trainer):
+                time.sleep(0.1)
+
+        def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+            pass
+
+    monitor, loader = LoadBalanceMonitor(), DataLoader(SlowToStart(), batch_size=None)
+    trainer_with(monitor, val_check_interval=1).fit(Samples(), batches_of([Meta(1, 10)] * 3), loader)
+    assert 0 < monitor.metrics.sums["seconds"] < 0.3
 
 
 @pytest.mark.timed
