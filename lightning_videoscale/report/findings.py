@@ -48,22 +48,41 @@ class Findings:
         """The `window` records."""
         return self.run.of("window")
 
-    @cached_property
-    def _started(self) -> list[tuple[LoggedRecord, LoggedRecord]]:
-        """Every window behind the start that it belongs to."""
+    def _started(self, kind: str) -> list[tuple[LoggedRecord, LoggedRecord]]:
+        """Every record of a kind behind the start that it belongs to."""
         start, found = self.start, []
         for record in self.run.records:
             if record["kind"] == "start":
                 start = record
-            elif record["kind"] == "window":
+            elif record["kind"] == kind:
                 found.append((start, record))
         return found
 
     @cached_property
+    def _trained(self) -> LoggedRecord:
+        """The start of the last window, or where there is none the last start."""
+        return self._started("window")[-1][0] if self.windows else self.start
+
+    def alike(self, kind: str) -> list[LoggedRecord]:
+        """The records of a kind from the devices and ranks of the last window."""
+        last = _machine_of(self._trained)
+        return [record for start, record in self._started(kind) if _machine_of(start) == last]
+
+    @cached_property
     def comparable(self) -> list[LoggedRecord]:
-        """The windows on as many ranks, divided alike, as the last one: balance and pace depend on both."""
-        last = [_ranks_of(start) for start, _ in self._started[-1:]]
-        return [window for start, window in self._started if _ranks_of(start) in last]
+        """The windows on such devices and as many ranks, divided alike, as the last one: figures depend on them."""
+        return self.alike("window")
+
+    @cached_property
+    def memory(self) -> list[LoggedRecord]:
+        """The `memory` records of those devices."""
+        return self.alike("memory")
+
+    @property
+    def memory_gib(self) -> float | None:
+        """Memory of one of those devices; None where the log does not tell."""
+        capacity: float | None = self._trained["machine"].get("memory_gib")
+        return capacity
 
     @cached_property
     def plans(self) -> list[LoggedRecord]:
@@ -76,8 +95,8 @@ class Findings:
         steps = sum(window["steps"] for window in self.comparable)
         if steps == self.steps:
             return self.run.notes
-        judged = f"Balance and pace are judged by {steps:,} of {self.steps:,} steps: the others were on other ranks."
-        return [*self.run.notes, judged]
+        judged = f"Balance and pace are judged by {steps:,} of {self.steps:,} steps: the others were on other ranks"
+        return [*self.run.notes, f"{judged} or devices."]
 
     @cached_property
     def status(self) -> str:
@@ -89,7 +108,7 @@ class Findings:
     @property
     def data_parallel_ranks(self) -> int:
         """Distinct streams of batches, in the comparable windows."""
-        return _ranks_of(self._started[-1][0] if self._started else self.start)[1]
+        return int(self._trained["exchange"]["data-parallel ranks"])
 
     @property
     def steps(self) -> int:
@@ -153,16 +172,21 @@ class Findings:
         return kinds_of(self.windows)
 
     @cached_property
+    def comparable_kinds(self) -> list[ShapeTimes]:
+        """Those of the comparable windows: on other devices or ranks they take other times."""
+        return kinds_of(self.comparable)
+
+    @cached_property
     def model(self) -> StepTimeModel | None:
         """The step-time model that the run's own measurements give."""
-        return fit(self.kinds)
+        return fit(self.comparable_kinds)
 
     @cached_property
     def planner_error(self) -> float | None:
         """Median relative error of the model that the planner balances by; None without one."""
-        if not self.plans or self.plans[-1]["step_time"] is None or not self.kinds:
+        if not self.plans or self.plans[-1]["step_time"] is None or not self.comparable_kinds:
             return None
-        return error_of(StepTimeModel.from_dict(self.plans[-1]["step_time"]), self.kinds)
+        return error_of(StepTimeModel.from_dict(self.plans[-1]["step_time"]), self.comparable_kinds)
 
     @cached_property
     def drift(self) -> Drift | None:
@@ -234,9 +258,10 @@ class Findings:
         return advice_on_run(self)
 
 
-def _ranks_of(start: LoggedRecord) -> tuple[int, int]:
-    """How many ranks there are, and how many of them are data-parallel."""
-    return int(start["machine"]["ranks"]), int(start["exchange"]["data-parallel ranks"])
+def _machine_of(start: LoggedRecord) -> tuple[str, int, int]:
+    """What the devices are, how many ranks there are, and how many of them are data-parallel."""
+    machine = start["machine"]
+    return str(machine["device"]), int(machine["ranks"]), int(start["exchange"]["data-parallel ranks"])
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -157,7 +157,7 @@ def _of_bottleneck(found: Findings) -> Advice | None:
 
 def _usual_bottleneck(found: Findings) -> LoggedRecord | None:
     """The last finding of the kind that was found most often lately: the last one of all may be of a step or two."""
-    lately = found.run.of("bottleneck")[: -_LATELY - 1 : -1]
+    lately = found.alike("bottleneck")[: -_LATELY - 1 : -1]
     names = [record["name"] for record in lately]
     return max(lately, key=lambda record: names.count(record["name"]), default=None)
 
@@ -221,7 +221,7 @@ def _of_cost_model(found: Findings) -> Advice | None:
 
 
 def _of_memory(found: Findings) -> Advice | None:
-    known = [memory for memory in found.run.of("memory") if "fits_tokens" in memory][-_LATELY:]
+    known = [memory for memory in found.memory if "fits_tokens" in memory][-_LATELY:]
     if not known or not found.plans:
         return None
     fits, headroom = (min(memory[name] for memory in known) for name in ("fits_tokens", "headroom_tokens"))

@@ -161,7 +161,7 @@ def buckets(found: Findings) -> Section | None:
 
 def cost(found: Findings) -> Section | None:
     """The fitted cost curve over measured points."""
-    kinds, model = found.kinds, found.model
+    kinds, model = found.comparable_kinds, found.model
     if not kinds:
         return None
     points = [(kind.tokens, kind.seconds / kind.samples) for kind in kinds]
@@ -190,7 +190,7 @@ def cost(found: Findings) -> Section | None:
 
 def memory(found: Findings) -> Section | None:
     """Memory over steps."""
-    records = found.run.of("memory")
+    records = found.memory
     if not records:
         return None
     lines = [
@@ -198,7 +198,6 @@ def memory(found: Findings) -> Section | None:
         for name, style, field in (("reserved", "muted", "reserved_gib"), ("peak allocated", "own", "peak_gib"))
     ]
     everything = [value for line in lines for _, value in line.points]
-    capacity = found.start["machine"].get("memory_gib")
     headrooms = [record["headroom_tokens"] for record in records if "headroom_tokens" in record]
     return {
         "chart": line_chart(
@@ -208,7 +207,7 @@ def memory(found: Findings) -> Section | None:
             Scale.over(everything, unit=" GiB", from_zero=True, title="memory of the fullest GPU"),
         ),
         "peak": max(record["peak_gib"] for record in records),
-        "capacity": capacity,
+        "capacity": found.memory_gib,
         "fragmentation": max(record["fragmentation"] for record in records),
         "headroom": min(headrooms) if headrooms else None,
     }
@@ -344,8 +343,8 @@ def tiles(found: Findings) -> list[tuple[str, str, str]]:
         shown.append(("Waiting for the slowest", percent(found.idle), lost))
     if found.windows:
         shown.append(("Waiting for data", percent(found.share_of("data")), "of the time of all ranks"))
-    peaks = [record["peak_gib"] for record in found.run.of("memory")]
+    peaks = [record["peak_gib"] for record in found.memory]
     if peaks:
-        capacity = found.start["machine"].get("memory_gib")
+        capacity = found.memory_gib
         shown.append(("Peak memory", f"{max(peaks):.1f} GiB", f"of {capacity} GiB" if capacity else "fullest device"))
     return shown

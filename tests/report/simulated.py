@@ -28,6 +28,7 @@ SHAPES = [
     (81, 480, 832, 32760, 1200),
     (81, 720, 1280, 75600, 300),
 ]
+MEMORY = {"NVIDIA H200": 139.8, "NVIDIA A100": 79.3}
 MODEL = StepTimeModel.analytic(TRANSFORMERS["wan2.1-1.3b"])
 
 
@@ -54,7 +55,7 @@ def start_fields(ranks: int = 8, **overrides: Any) -> dict[str, Any]:
             "data-parallel ranks": ranks,
             "transport": "collective",
         },
-        "machine": {"ranks": ranks, "nodes": 1, "device": "NVIDIA H200", "memory_gib": 139.8},
+        "machine": {"ranks": ranks, "nodes": 1, "device": "NVIDIA H200", "memory_gib": MEMORY["NVIDIA H200"]},
         "versions": {"python": "3.12.3", "torch": "2.11.0", "lightning": "2.6.6"},
     }
     return fields | overrides
@@ -70,21 +71,24 @@ def log_run(
     slowdown: float = 1.03,
     noise: float = 0.01,
     device: str = "NVIDIA H200",
+    pace: float = 1.0,
 ) -> RunLog:
-    """Logs the beginning of an epoch, from its start to its end; rank 5 is slower."""
+    """Logs the beginning of an epoch, from start to end; rank 5 is slower. Work takes ``pace`` times the time."""
     plans, log, random = planner(balance, dp_size), RunLog(folder), np.random.default_rng(seed)
     plan = plans.plan(epoch=0)
     steps = min(steps, plan.steps)
     start = start_fields(dp_size)
     if device == "cpu":
         start["machine"] = {"ranks": dp_size, "nodes": 1, "device": "cpu (x86_64)"}
+    else:
+        start["machine"] |= {"device": device, "memory_gib": MEMORY[device]}
     log.append("start", 0, start)
     log.append("plan", 0, {"epoch": 0, **plan_record(plans)})
     metas = [[batch.meta for batch in plan.micro_batches_of(rank)] for rank in range(dp_size)]
     for first in range(0, steps, every):
         count = min(every, steps - first)
         shown = [of_rank[2 * first : 2 * (first + count)] for of_rank in metas]
-        speeds = [slowdown if rank == 5 else 1.0 for rank in range(dp_size)]
+        speeds = [pace * (slowdown if rank == 5 else 1.0) for rank in range(dp_size)]
         times = [[_times(meta.predicted_cost, speed, noise, random) for meta in part]
                  for speed, part in zip(speeds, shown, strict=True)]  # fmt: skip
         loads = [[load_of({"meta": meta}) or MicroBatchLoad() for meta in part] for part in shown]

@@ -10,12 +10,14 @@ import pytest
 
 from lightning_videoscale.report import write_report
 from lightning_videoscale.report.bottlenecks import figure_of, shares_of, straggler_of
+from lightning_videoscale.report.drift import find_drift
 from lightning_videoscale.report.findings import Findings
 from lightning_videoscale.report.judge import advice_on_bottleneck
 from lightning_videoscale.report.reading import read_run
+from lightning_videoscale.report.sections import tiles
 from lightning_videoscale.report.slowness import slowdowns_of
 from lightning_videoscale.timing import MicroBatchLoad, StepTimes
-from tests.report.simulated import log_run, resume, start_fields
+from tests.report.simulated import add_findings, log_run, resume, start_fields
 from tests.timing.windows import window_of
 
 
@@ -124,3 +126,21 @@ def test_ranks_that_share_sequences_are_others(tmp_path: Path) -> None:
     log.append("start", 20, start_fields(1, exchange={"strategy": "DDP", "data-parallel ranks": 2}))
     log.append("window", 30, record | {"cv_step": [0.3] * record["steps"]})
     assert Findings(read_run(tmp_path)).verdict.tone == "bad"
+
+
+def test_a_run_that_goes_on_on_another_device_is_judged_by_the_steps_there(tmp_path: Path) -> None:
+    log, there = log_run(tmp_path / "first", steps=70, slowdown=1.0), tmp_path / "then"
+    add_findings(log, steps=70)  # peaks of more than 100 GiB
+    log.append("bottleneck", 70, {"name": "data", "share": 0.2, "figure": "", "advice": "stop waiting"})
+    slower = log_run(there, steps=70, slowdown=1.0, pace=2.0, device="NVIDIA A100")
+    peak = {"allocated_gib": 20.0, "reserved_gib": 70.0, "peak_gib": 60.0, "fragmentation": 0.0}
+    slower.append("memory", 70, peak | {"fits_tokens": 160_000, "headroom_tokens": 0})
+    expected = Findings(read_run(there))
+    resume(tmp_path / "first", there, steps=70)
+
+    found = Findings(read_run(tmp_path / "first"))
+    assert find_drift(found.windows) is not None and found.drift is None, "it is another device that is slower"
+    assert found.advice == expected.advice and found.verdict == expected.verdict
+    assert found.model == expected.model and found.planner_error == expected.planner_error
+    assert ("Peak memory", "60.0 GiB", "of 79.3 GiB") in tiles(found)
+    assert found.notes[-1].startswith("Balance and pace are judged by 70 of 140 steps")
