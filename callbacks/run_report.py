@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from lightning_videoscale.report.records import (
 )
 from lightning_videoscale.timing import StepWindow, check_interval, subscribe_to_steps
 from lightning_videoscale.topology import RunsByGraphs
+
+_VALIDATION = frozenset(("val", "valid", "validation", "validate", "eval", "evaluation"))
 
 _LOSSES = 2
 """Numbers of the losses before those of the loader."""
@@ -164,8 +167,9 @@ class RunReport(pl.Callback):
 
 
 def _is_validation_loss(name: str) -> bool:
-    """By the names in use: val/loss, val_loss, validation/flow_loss."""
-    return "val" in name.lower() and "loss" in name.lower()
+    """By the names in use: val/loss, valLoss, validation/flow_loss. Others are interval_loss and value_loss."""
+    words = {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", name)}
+    return not words.isdisjoint(_VALIDATION) and "loss" in name.lower()
 
 
 def _record_steps(trainer: pl.Trainer, window: StepWindow) -> None:

@@ -30,7 +30,7 @@ loading     With a window, of `VideoDataModule`: ``workers``, per global rank a 
             record, [samples, left out, seconds reading, decoding, waiting for the training]; ``in_process``, whether
             there are none and the row is that of the training process; ``left_out``, rows of [sample or shard, reason],
             each when it is left out first; a rank names eight at a time.
-val_loss    A validation is over: ``losses`` {name: value}, the metrics whose names contain "val" and "loss".
+val_loss    A validation is over: ``losses`` {name: value}, the metrics with "loss" and a word like "val" in them.
 memory      `MemoryMonitor`: ``allocated_gib``, ``reserved_gib``, ``peak_gib``, ``fragmentation``, and where known
             ``fits_tokens``, as many as a micro-batch may have, and ``headroom_tokens``, what the window's largest has
             less; each the worst of all ranks.

@@ -41,8 +41,8 @@ class StepWindow:
 
     @property
     def tells_loads(self) -> bool:
-        """Whether every batch had a ``meta`` with its load."""
-        return bool((self.column("samples") > 0).all())
+        """Whether every batch had a ``meta`` with its load: samples, and tokens of each."""
+        return bool((self.column("samples") > 0).all() and (self.column("sequence_length") > 0).all())
 
     def column(self, name: str) -> Tensor:
         """Returns a field of every rank and micro-batch, (ranks, micro_batches).

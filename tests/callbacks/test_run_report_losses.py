@@ -100,3 +100,21 @@ class Manual(Slope):
         optimizer.zero_grad()  # type: ignore[union-attr]
         self.manual_backward((self.slope * batch["x"]).mean())
         optimizer.step()  # type: ignore[union-attr]
+
+
+def test_which_of_the_logged_losses_are_of_the_validation(tmp_path: Path) -> None:
+    class Many(Slope):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+            self.log_dict(dict.fromkeys(("interval_loss", "value_loss", "train/loss"), 1.0), batch_size=1)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+            self.log_dict(
+                dict.fromkeys(("val_loss", "eval/loss", "validation/flow_loss", "valLoss"), 2.0), batch_size=1
+            )
+            self.log("val_fvd", 3.0, batch_size=1)
+
+    batches = batches_of([Meta(1, 10)] * 2)
+    trainer_with(RunReport(tmp_path)).fit(Many(), batches, batches)
+    [record] = records_of(tmp_path, "val_loss")
+    assert record["losses"] == dict.fromkeys(("val_loss", "eval/loss", "validation/flow_loss", "valLoss"), 2.0)

@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_videoscale.callbacks.balance_metrics import BalanceMetrics
+from lightning_videoscale.cost.geometry import GEOMETRIES
+from lightning_videoscale.report.records import window_record
 from lightning_videoscale.timing import MicroBatchLoad, StepTimes, StepWindow, subscribe_to_steps
 from tests.callbacks.toy import Meta, Slope, batches_of, trainer_with
 from tests.timing.windows import window_of
@@ -84,11 +87,14 @@ def test_a_row_is_a_micro_batchs_times_and_load() -> None:
     assert window.column("work").equal(window.column("compute") + window.column("exchange"))
 
 
-def test_batches_that_do_not_tell_have_no_load() -> None:
+@pytest.mark.parametrize("meta", [None, Meta(2, 0)], ids=["no meta", "no tokens"])
+def test_batches_that_do_not_tell_have_no_load(meta: Meta | None) -> None:
     subscriber = Subscribing(1)
-    trainer_with(subscriber).fit(Slope(), batches_of([None]))
+    trainer_with(subscriber).fit(Slope(), batches_of([meta]))
     [(_, window)] = subscriber.windows
-    assert not window.tells_loads and window.column("samples").tolist() == [[0]]
+    assert not window.tells_loads and window.column("samples").tolist() == [[meta.samples if meta else 0]]
+    assert window_record(window)["tokens"] is None
+    assert "balance/compute_cv" not in BalanceMetrics(2.0, GEOMETRIES["wan2.1"]).update(window, 1.0)
 
 
 def test_one_may_subscribe_in_the_middle_and_train_again() -> None:
