@@ -10,14 +10,14 @@ from torch import Tensor
 from lightning_videoscale.report.slowness import slowdowns_of
 from lightning_videoscale.timing import StepWindow
 
-Name = Literal["data", "exchange", "straggler", "kernels", "optimizer"]
+Name = Literal["data", "exchange", "straggler", "kernels", "optimizer", "between"]
 
 WORTH_NAMING = 0.1
 """Share of the step below which a loss is not the bottleneck: then it is the work itself."""
 
 
 class StepShares(NamedTuple):
-    """Where the mean rank's time goes, in seconds per step; together the step, without what lies between steps.
+    """Where the mean rank's time goes, in seconds per step; together the step, without its own time between steps.
 
     Attributes:
         data: Waiting for the loader, or for a rank that waits for its loader.
@@ -26,6 +26,7 @@ class StepShares(NamedTuple):
         straggler: Waiting for ranks that work longer.
         kernels: Forward and backward passes.
         optimizer: Clipping and the optimizer's step.
+        between: Waiting for ranks that are busy between steps, with callbacks, logs or files of theirs alone.
     """
 
     data: float
@@ -33,6 +34,7 @@ class StepShares(NamedTuple):
     straggler: float
     kernels: float
     optimizer: float
+    between: float
 
     @property
     def total(self) -> float:
@@ -46,7 +48,7 @@ class StepShares(NamedTuple):
     @property
     def bottleneck(self) -> Name:
         """The largest loss, if one takes a tenth of the step or more, else "kernels"."""
-        losses: tuple[Name, ...] = ("data", "exchange", "straggler", "optimizer")
+        losses: tuple[Name, ...] = ("data", "exchange", "straggler", "optimizer", "between")
         worst = max(losses, key=self.share)
         return worst if self.share(worst) >= WORTH_NAMING else "kernels"
 
@@ -63,21 +65,22 @@ def shares_of(window: StepWindow) -> StepShares:
     """Divides the mean rank's time.
 
     What all ranks wait at a synchronisation is the exchange itself; beyond it they wait for the rank that comes last in
-    the step. The reason is what that rank does longer than the mean: loading, or computing.
+    the step. The reason is what that rank does longer than the mean: loading, computing, or something between steps.
     """
     idle = window.per_step(window.column("wait") - window.reduction).mean(dim=0)
     last = _last_ranks(window)[None]
-    by_data, by_work = (_excess(window.per_step(window.column(phase)), last) for phase in ("data", "compute"))
-    idle_for_data = (idle * by_data / (by_data + by_work).clamp_min(1e-12)).sum()
+    reasons = torch.stack([_excess(window.per_step(window.column(p)), last) for p in ("data", "compute", "other")])
+    for_data, _, between = (idle * reasons / reasons.sum(dim=0).clamp_min(1e-12)).sum(dim=1)
     data, exchange, kernels, optimizer = (
         window.column(phase).mean(dim=0).sum() for phase in ("data", "exchange", "compute", "optimizer")
     )
     seconds = (
-        data + idle_for_data,
+        data + for_data,
         exchange + window.reduction.sum(),
-        idle.sum() - idle_for_data,
+        idle.sum() - for_data - between,
         kernels,
         optimizer,
+        between,
     )
     return StepShares(*(float(part) / window.steps for part in seconds))
 
@@ -102,14 +105,13 @@ def _excess(seconds: Tensor, rank: Tensor) -> Tensor:
 def figure_of(name: Name, shares: StepShares, straggler: Straggler) -> str:
     """Returns a sentence that says how much it is."""
     part = f"{shares.share(name):.0%} of the step ({getattr(shares, name):.3g} s of {shares.total:.3g} s)"
+    last = f"rank {straggler.rank} is the last in {straggler.steps:.0%} of the steps."
     sentences: dict[Name, str] = {
         "data": f"Ranks wait for data for {part}.",
         "exchange": f"Exchanges between ranks that nothing hides take {part}.",
-        "straggler": (
-            f"Ranks wait for slower ones for {part}; rank {straggler.rank} is the last in {straggler.steps:.0%} of the "
-            "steps."
-        ),
+        "straggler": f"Ranks wait for slower ones for {part}; {last}",
         "kernels": f"The forward and backward passes take {part}, and no loss takes a tenth of it.",
         "optimizer": f"Clipping and the optimizer take {part}.",
+        "between": f"Ranks wait for one that is busy between steps for {part}; {last}",
     }
     return sentences[name]

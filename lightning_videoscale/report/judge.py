@@ -67,6 +67,10 @@ def advice_on_bottleneck(name: Name, straggler: Straggler, on_gpu: bool) -> str:
             "Use a fused optimizer (fused=True), or shard it (ulysses_fsdp2, ulysses_deepspeed_stage_1), or accumulate "
             "more micro-batches per step."
         ),
+        "between": (
+            f"Look for what rank {straggler.rank} does between steps and the others do not: callbacks, logs and files "
+            "of one rank, or a longer validation. Share it out, or do it less often."
+        ),
     }
     return advice[name]
 

@@ -16,7 +16,7 @@ def test_what_all_ranks_wait_is_the_exchange_and_the_rest_is_for_the_straggler()
     slow = StepTimes(data=0.1, forward=2.0, backward=3.0, wait=0.5, exchange=0.4, optimizer=0.5, other=9.0)
     times = window_of([[quick], [slow]])
     shares = shares_of(times)
-    assert shares == pytest.approx((0.1, 0.4 + 0.5, (2.5 - 0.5) / 2, (3.0 + 5.0) / 2, 0.5))
+    assert shares == pytest.approx((0.1, 0.4 + 0.5, (2.5 - 0.5) / 2, (3.0 + 5.0) / 2, 0.5, 0.0))
     assert shares.total == pytest.approx(quick.total - 9.0) == pytest.approx(slow.total - 9.0)
     assert shares.bottleneck == "straggler"
     assert shares.share("straggler") == pytest.approx(1.0 / 6.5)
@@ -28,7 +28,7 @@ def test_waiting_for_a_rank_that_waits_for_its_loader_is_waiting_for_data() -> N
     starved = StepTimes(data=1.2, forward=1.0, wait=0.0)
     shares = shares_of(window_of([[fed], [starved], [fed]]))
     # 1.2 of one rank and what the other two wait for it.
-    assert shares == pytest.approx((1.2, 0.0, 0.0, 1.0, 0.0))
+    assert shares == pytest.approx((1.2, 0.0, 0.0, 1.0, 0.0, 0.0))
     assert shares.bottleneck == "data"
 
 
@@ -36,7 +36,16 @@ def test_a_late_rank_that_both_loads_and_computes_longer_is_shared_out() -> None
     first = StepTimes(data=0.0, forward=1.0, wait=4.0)
     last = StepTimes(data=1.0, forward=4.0, wait=0.0)
     # It loads 0.5 and computes 1.5 more than the mean; the mean rank idles for 2 s, a quarter of it for data.
-    assert shares_of(window_of([[first], [last]])) == pytest.approx((0.5 + 0.5, 0.0, 1.5, 2.5, 0.0))
+    assert shares_of(window_of([[first], [last]])) == pytest.approx((0.5 + 0.5, 0.0, 1.5, 2.5, 0.0, 0.0))
+
+
+def test_waiting_for_a_rank_that_is_busy_between_steps_is_not_the_works() -> None:
+    logs, waits = StepTimes(forward=1.0, other=5.0), StepTimes(forward=1.0, wait=4.0, other=1.0)
+    shares, late = shares_of(times := window_of([[logs], [waits]])), who_is_late(times)
+    assert shares == pytest.approx((0.0, 0.0, 0.0, 1.0, 0.0, 2.0)) and shares.bottleneck == "between"
+    assert "rank 0 is the last in 100% of the steps" in figure_of("between", shares, late)
+    advice = advice_on_bottleneck("between", late, on_gpu=True)
+    assert "rank 0 does between steps" in advice and "balance" not in advice
 
 
 def test_accumulated_micro_batches_are_judged_by_step() -> None:
@@ -47,14 +56,14 @@ def test_accumulated_micro_batches_are_judged_by_step() -> None:
         StepTimes(forward=1.0, wait=0.2),
     )
     shares = shares_of(window_of([[short, long._replace(wait=0.2)], [long, synced]], micro_batches=[2]))
-    assert shares == pytest.approx((0.0, 0.2, 0.0, 4.0, 0.0))
+    assert shares == pytest.approx((0.0, 0.2, 0.0, 4.0, 0.0, 0.0))
     assert shares.bottleneck == "kernels"
 
 
 def test_two_steps_are_averaged_and_the_late_rank_is_the_usual_one() -> None:
     quick, slow = StepTimes(forward=1.0, wait=1.0), StepTimes(forward=2.0)
     times = window_of([[quick, quick, slow], [slow, slow, quick]])
-    assert shares_of(times) == pytest.approx((0.0, 0.0, 0.5, 1.5, 0.0))
+    assert shares_of(times) == pytest.approx((0.0, 0.0, 0.5, 1.5, 0.0, 0.0))
     rank, steps, slowdown = who_is_late(times)
     assert rank == 1
     assert steps == pytest.approx(2 / 3)
@@ -64,11 +73,11 @@ def test_two_steps_are_averaged_and_the_late_rank_is_the_usual_one() -> None:
 @pytest.mark.parametrize(
     ("shares", "name"),
     [
-        (StepShares(data=0.12, exchange=0.1, straggler=0.1, kernels=0.6, optimizer=0.08), "data"),
-        (StepShares(data=0.0, exchange=0.3, straggler=0.2, kernels=0.5, optimizer=0.0), "exchange"),
-        (StepShares(data=0.09, exchange=0.09, straggler=0.09, kernels=0.64, optimizer=0.09), "kernels"),
-        (StepShares(data=0.0, exchange=0.0, straggler=0.0, kernels=0.5, optimizer=0.5), "optimizer"),
-        (StepShares(0.0, 0.0, 0.0, 0.0, 0.0), "kernels"),
+        (StepShares(data=0.12, exchange=0.1, straggler=0.1, kernels=0.6, optimizer=0.08, between=0.0), "data"),
+        (StepShares(data=0.0, exchange=0.3, straggler=0.2, kernels=0.5, optimizer=0.0, between=0.0), "exchange"),
+        (StepShares(data=0.09, exchange=0.09, straggler=0.09, kernels=0.64, optimizer=0.09, between=0.0), "kernels"),
+        (StepShares(data=0.0, exchange=0.0, straggler=0.0, kernels=0.5, optimizer=0.5, between=0.0), "optimizer"),
+        (StepShares(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), "kernels"),
     ],
 )
 def test_the_largest_loss_of_a_tenth_or_more_is_named(shares: StepShares, name: str) -> None:
