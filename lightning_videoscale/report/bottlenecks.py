@@ -65,12 +65,13 @@ def shares_of(window: StepWindow) -> StepShares:
     """Divides the mean rank's time.
 
     What all ranks wait at a synchronisation is the exchange itself; beyond it they wait for the rank that comes last in
-    the step. The reason is what that rank does longer than the mean: loading, computing, or something between steps.
+    the step, or in a micro-batch where they wait in each. The reason is what that rank does longer than the mean:
+    loading, computing, or something between steps. What none of these explains counts as computing.
     """
-    idle = window.per_step(window.column("wait") - window.reduction).mean(dim=0)
+    idle = window.per_wait(window.column("wait") - window.reduction).mean(dim=0)
     last = _last_ranks(window)[None]
-    reasons = torch.stack([_excess(window.per_step(window.column(p)), last) for p in ("data", "compute", "other")])
-    for_data, _, between = (idle * reasons / reasons.sum(dim=0).clamp_min(1e-12)).sum(dim=1)
+    reasons = torch.stack([_excess(window.per_wait(window.column(p)), last) for p in ("data", "compute", "other")])
+    for_data, _, between = (idle * reasons / reasons.sum(dim=0).maximum(idle).clamp_min(1e-12)).sum(dim=1)
     data, exchange, kernels, optimizer = (
         window.column(phase).mean(dim=0).sum() for phase in ("data", "exchange", "compute", "optimizer")
     )
@@ -93,12 +94,12 @@ def straggler_of(window: StepWindow) -> Straggler:
 
 
 def _last_ranks(window: StepWindow) -> Tensor:
-    """Of every step the rank that waits least, (steps,)."""
-    return window.per_step(window.column("wait")).argmin(dim=0)
+    """Of every step, or micro-batch where ranks wait in each, the rank that waits least, (waits,)."""
+    return window.per_wait(window.column("wait")).argmin(dim=0)
 
 
 def _excess(seconds: Tensor, rank: Tensor) -> Tensor:
-    """What one rank of every step takes longer than the mean: (ranks, steps) and (1, steps) give (steps,)."""
+    """What one rank, of each wait, takes longer than the mean: (ranks, waits) and (1, waits) give (waits,)."""
     return torch.relu(seconds.gather(0, rank)[0] - seconds.mean(dim=0))
 
 

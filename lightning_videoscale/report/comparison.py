@@ -35,7 +35,7 @@ def seen_samples(windows: Sequence[LoggedRecord]) -> Counter[tuple[int, int, int
 
 
 def predict_balances(
-    windows: Sequence[LoggedRecord], plan: LoggedRecord, step_time: StepTimeModel | None
+    windows: Sequence[LoggedRecord], plan: LoggedRecord, step_time: StepTimeModel | None, in_slots: bool = False
 ) -> dict[Balance, StepSpreads]:
     """Plans the samples that a run saw with every balance, by its budget and its step-time model.
 
@@ -43,6 +43,7 @@ def predict_balances(
         windows: The run's `window` records.
         plan: Its `plan` record.
         step_time: What the micro-batches really take, to judge the plans by; None: what the planner balances.
+        in_slots: Whether ranks wait for each other in every micro-batch.
 
     Returns:
         Per balance, how unequal the ranks are in each step. Empty with one data-parallel rank, or without samples.
@@ -61,7 +62,7 @@ def predict_balances(
         epoch = planner.plan(epoch=0)
         lengths = table.sequence_lengths[epoch.shape_id]
         cost = None if step_time is None else step_time.predict(np.diff(epoch.starts), lengths)
-        spreads[balance] = StepSpreads.of(epoch, cost)
+        spreads[balance] = StepSpreads.of(epoch, cost, in_slots)
     return spreads
 
 

@@ -130,6 +130,17 @@ class Findings:
         values = [window[name] for window in self.comparable if window[name] is not None]
         return np.concatenate(values).astype(np.float64) if values else np.zeros(0)
 
+    @property
+    def in_slots(self) -> bool:
+        """Whether ranks wait for each other in every micro-batch, and not only once a step."""
+        return bool(self.comparable) and bool(self.comparable[-1].get("in_slots", False))
+
+    @property
+    def unevenness(self) -> float:
+        """The median CV_step, or what waiting takes where ranks also wait within a step: how balanced a run is."""
+        spread = float(np.median(self.per_step("cv_step")))
+        return max(spread, self.idle) if self.in_slots else spread
+
     @cached_property
     def idle(self) -> float:
         """Share of the time of the comparable windows that ranks wait for the slowest."""
@@ -201,7 +212,9 @@ class Findings:
     @cached_property
     def predicted(self) -> dict[Balance, StepSpreads]:
         """What every balance would do on the same clips; empty where that is unknown."""
-        return predict_balances(self.comparable, self.plans[-1], self.model) if self.plans else {}
+        if not self.plans:
+            return {}
+        return predict_balances(self.comparable, self.plans[-1], self.model, self.in_slots)
 
     def parts(self) -> dict[str, list[float]]:
         """Seconds of every global rank by part of the step, over the whole run.
@@ -234,10 +247,9 @@ class Findings:
         if self.data_parallel_ranks == 1:
             return Verdict("One data-parallel rank: there is nothing to balance", "plain")
         cost = f"waiting for the slowest rank took {percent(self.idle)} of the time"
-        spread = float(np.median(self.per_step("cv_step")))
-        if spread <= BALANCED:
+        if self.unevenness <= BALANCED:
             return Verdict(f"Balanced: {cost}", "good")
-        is_near = spread <= NEARLY_BALANCED
+        is_near = self.unevenness <= NEARLY_BALANCED
         return Verdict(f"{self._blame(is_near)}: {cost}", "fair" if is_near else "bad")
 
     def _blame(self, is_near: bool) -> str:

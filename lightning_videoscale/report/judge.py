@@ -133,7 +133,7 @@ def _cause_of(drift: Drift) -> tuple[str, str]:
 
 
 def _of_slow_rank(found: Findings) -> Advice | None:
-    if found.data_parallel_ranks == 1 or not found.windows or found.cause != "rank" or _is_balanced(found):
+    if found.data_parallel_ranks == 1 or not found.windows or found.cause != "rank" or found.unevenness <= BALANCED:
         return None
     rank, slowdown = found.slow_ranks[0]
     look = _look_at(rank, found.on_gpu)
@@ -142,10 +142,6 @@ def _of_slow_rank(found: Findings) -> Advice | None:
         f"For the same work rank {rank} takes {slowdown:.2f} times as long as a healthy rank. Were all as fast, "
         f"waiting for the slowest would take {percent(found.even_idle)} of the time instead of {percent(found.idle)}.",
     )
-
-
-def _is_balanced(found: Findings) -> bool:
-    return float(np.median(found.per_step("cv_step"))) <= BALANCED
 
 
 def _of_bottleneck(found: Findings) -> Advice | None:

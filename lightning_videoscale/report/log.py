@@ -15,7 +15,8 @@ window      Some optimizer steps, all ranks: ``steps``; ``seconds`` they took, v
             out; ``tokens`` and ``samples``, a sequence-parallel group counted once, fillers not; one number per step in
             ``cv_step`` ((max - min) / max over data-parallel ranks of their work, `StepTimes.work`), ``compute_cv``
             (std / mean of B * S²) and ``cost_cv`` (std / mean of predicted cost); ``slowest_seconds``, work of the
-            slowest rank of each step, added up, and ``idle_seconds``, what the mean rank has less; ``ranks``, seconds
+            slowest rank of each step, added up, and ``idle_seconds``, what the mean rank has less, or of each
+            micro-batch if ranks wait for each other ``in_slots``, as under FSDP2; ``ranks``, seconds
             of every global rank by field of `StepTimes`; ``batches``, rows of [frames, height, width, S, B,
             micro-batches, of them fillers, median seconds of work]. Null where the batches do not tell. ``loss``, the
             mean over samples and ranks of what ``training_step`` returned, one micro-batch late: the window's last one

@@ -70,19 +70,21 @@ def samples_record(data: VideoDataModule) -> dict[str, Any]:
 
 def window_record(window: StepWindow) -> dict[str, Any]:
     """Returns the fields of a `window` record; `log` says what they mean."""
-    told, counted, work, costs = window.tells_loads, window.counted, window.work, window.predicted_costs
-    slowest, slowdowns = work.amax(dim=0), slowdowns_of(window)
+    told, counted, costs = window.tells_loads, window.counted, window.predicted_costs
+    work, slowdowns = window.per_wait(window.of_groups("work")), slowdowns_of(window)
+    slowest = work.amax(dim=0)
     even = even_work(window, slowdowns)
     return {
         "steps": window.steps,
         "seconds": float((sum(map(window.column, StepTimes._fields)) - window.column("other")).sum(dim=1).max()),
         "tokens": int((counted * window.of_groups("sequence_length")).sum()) if told else None,
         "samples": int(counted.sum()) if told else None,
-        "cv_step": cv_step(work).tolist(),
+        "cv_step": cv_step(window.work).tolist(),
         "compute_cv": compute_cv(window.loads(2.0)).tolist() if told else None,
         "cost_cv": None if costs is None else compute_cv(costs).tolist(),
         "slowest_seconds": float(slowest.sum()),
         "idle_seconds": float((slowest - work.mean(dim=0)).sum()),
+        "in_slots": window.in_slots,
         "slowdowns": slowdowns,
         "even_idle_seconds": float((even.amax(dim=0) - even.mean(dim=0)).sum()),
         "ranks": {name: window.column(name).sum(dim=1).tolist() for name in StepTimes._fields},

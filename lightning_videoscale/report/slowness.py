@@ -30,16 +30,17 @@ def slowdowns_of(window: StepWindow) -> list[float]:
 
 
 def even_work(window: StepWindow, slowdowns: Sequence[float]) -> Tensor:
-    """Seconds that every data-parallel rank would work in each step, were all as fast as a healthy one.
+    """Seconds that every data-parallel rank would work from wait to wait, were all as fast as a healthy one.
 
     Args:
         window: The steps.
         slowdowns: Of every global rank, as of `slowdowns_of`.
 
     Returns:
-        float64 of shape ``(dp_ranks, steps)``. A sequence-parallel group is as slow as its slowest rank.
+        float64 of shape ``(dp_ranks, waits)``, see `StepWindow.per_wait`. A sequence-parallel group is as slow as
+        its slowest rank.
     """
     ranks = torch.tensor(window.dp_ranks)
     of_ranks = torch.tensor(slowdowns, dtype=torch.float64)
     of_groups = [of_ranks[ranks == rank].max() for rank in sorted(set(window.dp_ranks))]
-    return window.work / torch.stack(of_groups)[:, None]
+    return window.per_wait(window.of_groups("work")) / torch.stack(of_groups)[:, None]

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_videoscale.timing.load import MicroBatchLoad, load_of
 from lightning_videoscale.timing.step_timer import StepTimer
 from lightning_videoscale.timing.step_window import FIELDS, StepWindow
-from lightning_videoscale.topology import topology_of
+from lightning_videoscale.topology import topology_of, waits_in_every_micro_batch
 
 _STEPS_WITHOUT_LOGGING = 50
 
@@ -76,6 +76,7 @@ class _StepLog(StepTimer):
         super().__init__(trainer)
         self.subscribers: list[_Subscriber] = []
         self._dp_rank = topology_of(trainer).data_parallel_rank
+        self._in_slots = waits_in_every_micro_batch(trainer)
         self._global_step = trainer.global_step
         # Complete steps that a subscriber waits for: number of the first, micro-batches of each, and all ranks' rows of
         # those that were gathered. Of the others, complete or not, there are this rank's loads.
@@ -113,7 +114,7 @@ class _StepLog(StepTimer):
             before = one.begin - self._first
             rows = self._table[:, sum(self._micro_batches[:before]) :]
             one.begin = self.end
-            one.receive(StepWindow(dp_ranks, rows, self._micro_batches[before:], added))
+            one.receive(StepWindow(dp_ranks, rows, self._micro_batches[before:], added, self._in_slots))
         self._forget(min(one.begin for one in self.subscribers))
 
     def _gather(self, trainer: pl.Trainer, values: list[list[float]]) -> tuple[list[int], Sequence[Tensor]]:

@@ -27,12 +27,14 @@ class StepWindow:
             zeros where a batch does not tell.
         micro_batches: Of each step.
         values: What every rank's subscriber added to the gather, float64 of shape ``(ranks, values)``.
+        in_slots: Whether ranks wait for each other in every micro-batch, as under FSDP2, and not only once a step.
     """
 
     dp_ranks: list[int]
     table: Tensor
     micro_batches: list[int]
     values: Tensor
+    in_slots: bool = False
 
     @property
     def steps(self) -> int:
@@ -69,6 +71,10 @@ class StepWindow:
     def per_step(self, values: Tensor) -> Tensor:
         """Adds up micro-batches: (ranks, micro_batches) becomes (ranks, steps)."""
         return self.by_step(values).sum(dim=2)
+
+    def per_wait(self, values: Tensor) -> Tensor:
+        """Adds up what lies between two waits for other ranks: micro-batches of a step, unless ranks wait in each."""
+        return values if self.in_slots else self.per_step(values)
 
     @property
     def work(self) -> Tensor:

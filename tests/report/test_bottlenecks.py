@@ -60,6 +60,19 @@ def test_accumulated_micro_batches_are_judged_by_step() -> None:
     assert shares.bottleneck == "kernels"
 
 
+def test_where_ranks_wait_in_every_micro_batch_each_is_judged() -> None:
+    """As above, under FSDP2."""
+    first, second = StepTimes(forward=1.0, wait=2.0), StepTimes(forward=3.0)
+    shares = shares_of(window_of([[first, second], [second, first]], micro_batches=[2], in_slots=True))
+    assert shares == pytest.approx((0.0, 0.0, 2.0, 4.0, 0.0, 0.0))
+
+
+def test_waiting_that_nothing_explains_is_not_shared_out_by_chance() -> None:
+    last = StepTimes(data=0.01, forward=1.0, optimizer=2.0)
+    shares = shares_of(window_of([[last], [StepTimes(forward=1.0, wait=2.0)]]))
+    assert shares == pytest.approx((0.005 + 0.005, 0.0, 0.995, 1.0, 1.0, 0.0))
+
+
 def test_two_steps_are_averaged_and_the_late_rank_is_the_usual_one() -> None:
     quick, slow = StepTimes(forward=1.0, wait=1.0), StepTimes(forward=2.0)
     times = window_of([[quick, quick, slow], [slow, slow, quick]])

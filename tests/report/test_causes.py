@@ -14,6 +14,7 @@ from lightning_videoscale.report.drift import find_drift
 from lightning_videoscale.report.findings import Findings
 from lightning_videoscale.report.judge import advice_on_bottleneck
 from lightning_videoscale.report.reading import read_run
+from lightning_videoscale.report.records import window_record
 from lightning_videoscale.report.sections import tiles
 from lightning_videoscale.report.slowness import slowdowns_of
 from lightning_videoscale.timing import MicroBatchLoad, StepTimes
@@ -144,3 +145,15 @@ def test_a_run_that_goes_on_on_another_device_is_judged_by_the_steps_there(tmp_p
     assert found.model == expected.model and found.planner_error == expected.planner_error
     assert ("Peak memory", "60.0 GiB", "of 79.3 GiB") in tiles(found)
     assert found.notes[-1].startswith("Balance and pace are judged by 70 of 140 steps")
+
+
+def test_ranks_that_wait_within_steps_are_not_balanced_by_even_steps(tmp_path: Path) -> None:
+    short, long = StepTimes(forward=1.0, wait=2.0), StepTimes(forward=3.0)
+    log, start = log_run(tmp_path, dp_size=2, steps=0), start_fields(2)
+    log.append("start", 0, start)
+    for step in (1, 2):
+        window = window_of([[short, long], [long, short]], micro_batches=[2], in_slots=True)
+        log.append("window", step, window_record(window))
+    found = Findings(read_run(tmp_path))
+    assert float(found.per_step("cv_step").max()) == 0.0 and found.idle == pytest.approx(1 / 3)
+    assert found.verdict.tone == "bad" and found.verdict.text.startswith("Not balanced")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from lightning_videoscale.data.planning.figures import StepSpreads
@@ -24,6 +25,20 @@ def test_measured_and_predicted_spreads_are_one_figure() -> None:
     for name in ("cv_step", "compute_cv", "cost_cv"):
         assert record[name] == pytest.approx(getattr(predicted, name)[:STEPS], abs=1e-12), name
         assert max(record[name]) > 0.01
+
+
+@pytest.mark.parametrize(("in_slots", "idle", "predicted"), [(False, 0.0, 0.0), (True, 2.0, 1 / 3)])
+def test_ranks_that_wait_in_every_micro_batch_are_idle_there(in_slots: bool, idle: float, predicted: float) -> None:
+    """Two ranks are slow in turn: together their steps are even."""
+    short, long = StepTimes(forward=1.0), StepTimes(forward=3.0)
+    record = window_record(window_of([[short, long], [long, short]], micro_batches=[2], in_slots=in_slots))
+    assert (record["cv_step"], record["idle_seconds"], record["even_idle_seconds"]) == ([0.0], idle, idle)
+    assert record["slowest_seconds"] == 4.0 + idle and record["in_slots"] is in_slots
+
+    plan = planner(dp_size=2).plan(epoch=0)
+    cost = np.zeros(len(plan.cost))
+    cost[plan.grid] = np.array([[1.0, 3.0], [3.0, 1.0]])
+    assert StepSpreads.of(plan, cost, in_slots).idle == pytest.approx(predicted)
 
 
 def test_a_group_and_its_fillers_count_once() -> None:

@@ -14,6 +14,7 @@ def window_of(
     loads: Sequence[Sequence[MicroBatchLoad]] | None = None,
     micro_batches: Sequence[int] | None = None,
     dp_ranks: Sequence[int] | None = None,
+    in_slots: bool = False,
 ) -> StepWindow:
     """Returns a window.
 
@@ -22,6 +23,7 @@ def window_of(
         loads: Likewise; None: the batches do not tell.
         micro_batches: Of each step; None: one.
         dp_ranks: Of every rank; None: each has its own.
+        in_slots: Whether ranks wait in every micro-batch.
     """
     loads = loads or [[MicroBatchLoad()] * len(row) for row in times]
     rows = [[(*t, *load) for t, load in zip(*of_rank, strict=True)] for of_rank in zip(times, loads, strict=True)]
@@ -30,4 +32,5 @@ def window_of(
         table=torch.tensor(rows, dtype=torch.float64),
         micro_batches=list(micro_batches or [1] * len(times[0])),
         values=torch.zeros(len(times), 0),
+        in_slots=in_slots,
     )

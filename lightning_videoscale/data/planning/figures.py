@@ -24,7 +24,7 @@ class StepSpreads(NamedTuple):
         cv_step: (max - min) / max of the ranks' cost.
         compute_cv: std / mean over the ranks of the sum of B * S².
         cost_cv: std / mean over the ranks of the cost.
-        idle: 1 - mean / max of the ranks' cost: what they wait for the slowest.
+        idle: 1 - mean / max of the ranks' cost: what they wait for the slowest, once a step or in each micro-batch.
     """
 
     cv_step: NDArray[np.float64]
@@ -33,20 +33,23 @@ class StepSpreads(NamedTuple):
     idle: NDArray[np.float64]
 
     @classmethod
-    def of(cls, plan: EpochPlan, cost: NDArray[np.float64] | None = None) -> StepSpreads:
+    def of(cls, plan: EpochPlan, cost: NDArray[np.float64] | None = None, in_slots: bool = False) -> StepSpreads:
         """Computes them.
 
         Args:
             plan: The plan.
             cost: (M,) what each micro-batch costs; None: what the plan predicts.
+            in_slots: Whether ranks wait for each other in every micro-batch.
         """
         lengths = plan.table.sequence_lengths[plan.shape_id]
         loads = np.diff(plan.starts) * lengths * lengths
-        load, by_rank = (
-            torch.from_numpy(of_batch[plan.grid].sum(axis=2).T).double()
+        load, by_slot = (
+            torch.from_numpy(of_batch[plan.grid].T).double()  # (micro-batches, ranks, steps)
             for of_batch in (loads, plan.cost if cost is None else cost)
         )
-        idle = 1 - by_rank.mean(dim=0) / by_rank.amax(dim=0)
+        load, by_rank = load.sum(dim=0), by_slot.sum(dim=0)
+        slowest = by_slot.amax(dim=1).sum(dim=0) if in_slots else by_rank.amax(dim=0)
+        idle = 1 - by_rank.mean(dim=0) / slowest
         return cls(*(x.numpy() for x in (cv_step(by_rank), compute_cv(load), compute_cv(by_rank), idle)))
 
 

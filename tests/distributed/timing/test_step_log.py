@@ -14,6 +14,7 @@ from lightning_videoscale.timing import StepWindow, subscribe_to_steps
 from tests.callbacks.test_memory_monitor import Scripted
 from tests.callbacks.toy import Meta, Slope, batches_of, trainer_with
 from tests.distributed.pool import ProcessPool
+from tests.timing.slow_training import Pace, train
 
 
 class CountingGathers(DDPStrategy):
@@ -70,3 +71,14 @@ def test_every_rank_receives_the_same(ranks: Callable[[int], ProcessPool]) -> No
         assert mine.values.tolist() == other.values.tolist() == [[0.0], [1.0]]
     assert first[0].column("sequence_length").tolist() == [[10, 10], [11, 11]]
     assert [window.steps for window in first] == [2, 1]
+
+
+def _waits_in_slots(strategy: str) -> list[bool]:
+    agreeing = Agreeing()
+    train(strategy, [Pace(), Pace()], micro_batches=2, callbacks=(agreeing,))
+    return [window.in_slots for window in agreeing.windows]
+
+
+def test_windows_say_whether_ranks_wait_in_every_micro_batch(ranks: Callable[[int], ProcessPool]) -> None:
+    assert ranks(2).run(_waits_in_slots, "ddp") == [[False]] * 2
+    assert ranks(2).run(_waits_in_slots, "fsdp2") == [[True]] * 2
