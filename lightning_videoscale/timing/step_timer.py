@@ -40,9 +40,11 @@ class StepTimer(pl.Callback):
         self._trainer = trainer
         self._clock = StepClock(marks_on(trainer.strategy.root_device))
         self._undo: list[Callable[[], None]] = []
+        self._is_in_step = False
         for owner, name, phase in synchronizing_calls(trainer.strategy):
             self._replace(owner, name, partial(self._clock.timing, phase=phase))
         self._replace(trainer.profiler, "start", self._noting_fetches)
+        self._replace(trainer.profiler, "stop", self._noting_fetched)
         for owner, name in waits_between_batches(trainer):
             self._replace(owner, name, partial(self._clock.timing, phase="wait", within=["other"]))
         self._replace(trainer.strategy, "training_step", self._beginning)
@@ -78,11 +80,24 @@ class StepTimer(pl.Callback):
 
         return noting
 
+    def _noting_fetched(self, stop: Callable[[str], None]) -> Callable[[str], None]:
+        @wraps(stop)
+        def noting(action_name: str) -> None:
+            stop(action_name)
+            if action_name == FETCH_ACTION and self._is_in_step:  # a ``training_step`` that takes the iterator
+                self._clock.enter("forward")
+
+        return noting
+
     def _beginning(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(training_step)
         def beginning(*args: Any, **kwargs: Any) -> Any:
             self._clock.enter("forward")
-            output = training_step(*args, **kwargs)
+            self._is_in_step = True
+            try:
+                output = training_step(*args, **kwargs)
+            finally:
+                self._is_in_step = False
             if output is None and self._trainer.lightning_module.automatic_optimization:
                 self._clock.enter("optimizer")  # no backward pass will say so
             return output
