@@ -102,6 +102,8 @@ def _last_run(records: list[LoggedRecord], notes: list[str]) -> list[LoggedRecor
     begin = fresh[-1] if fresh else starts[0]
     if earlier := sum(n < begin for n in starts):
         notes.append(f"The log also holds {earlier} earlier start{'s' if earlier > 1 else ''}, left out here.")
+    if before := records[begin]["step"]:
+        notes.append(f"The log begins behind step {before}: what the run trained before is not in these figures.")
     run: list[LoggedRecord] = []
     for record in records[begin:]:
         if record["kind"] == "start":

@@ -90,7 +90,10 @@ def test_so_are_those_before_the_first_record(tmp_path: Path) -> None:
     _log(tmp_path, step=100)  # of a run whose beginning is elsewhere
     log = _log(tmp_path, step=103)
     log.append("window", 113, {})
-    assert read_run(tmp_path).notes == ["3 steps up to step 103 are in no record: a restart came between."]
+    assert read_run(tmp_path).notes == [
+        "The log begins behind step 100: what the run trained before is not in these figures.",
+        "3 steps up to step 103 are in no record: a restart came between.",
+    ]
 
 
 def test_a_new_run_in_the_same_folder_stands_alone(tmp_path: Path) -> None:
