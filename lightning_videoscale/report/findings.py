@@ -234,9 +234,9 @@ class Findings:
         return sum(float(window["seconds"]) * max(map(len, window["ranks"].values())) for window in self.comparable)
 
     def share_of(self, name: str) -> float:
-        """Share of a part in the time of all ranks."""
+        """Share of a part in the steps of all ranks: what lies between steps, such as validation, is left out."""
         parts = self.parts()
-        total = sum(map(sum, parts.values()))
+        total = sum(sum(seconds) for part, seconds in parts.items() if part != "other")
         return sum(parts[name]) / total if total else 0.0
 
     @cached_property

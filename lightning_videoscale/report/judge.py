@@ -171,7 +171,7 @@ def _of_loading(found: Findings) -> Advice | None:
     if loading is None or not found.windows:
         return None
     share = percent(found.share_of("data"))
-    seen = f"Ranks wait for data for {share} of their time."
+    seen = f"Ranks wait for data for {share} of their steps."
     if usual is not None and usual["name"] == "data":
         seen = str(usual["figure"])
     elif found.share_of("data") < WORTH_NAMING:

@@ -342,7 +342,7 @@ def tiles(found: Findings) -> list[tuple[str, str, str]]:
         lost = f"{duration(paid * found.idle)} of {duration(paid)} of device time"
         shown.append(("Waiting for the slowest", percent(found.idle), lost))
     if found.windows:
-        shown.append(("Waiting for data", percent(found.share_of("data")), "of the time of all ranks"))
+        shown.append(("Waiting for data", percent(found.share_of("data")), "of the steps of all ranks"))
     peaks = [record["peak_gib"] for record in found.memory]
     if peaks:
         capacity = found.memory_gib

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_videoscale.report import write_report
+from lightning_videoscale.report import RunLog, write_report
 from lightning_videoscale.report.bottlenecks import figure_of, shares_of, straggler_of
 from lightning_videoscale.report.drift import find_drift
 from lightning_videoscale.report.findings import Findings
@@ -94,6 +94,18 @@ def test_workers_with_enough_in_stock_are_not_blamed_for_waiting_for_data(
     log.append("bottleneck", 150, {"name": "data", "share": 0.17, "figure": figure, "advice": "Raise num_workers"})
     [advice] = Findings(read_run(tmp_path)).advice
     assert words[0] in advice.what and words[1] in advice.why and figure in advice.why
+
+
+def test_long_validations_hide_no_waiting_for_data(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.append("start", 0, start_fields(2))
+    times = [StepTimes(data=1.0, forward=4.0, other=15.0)]
+    log.append("window", 1, window_record(window_of([times, times])))
+    log.append("loading", 1, {"in_process": False, "workers": [[[9, 0, 1.0, 8.0, 1.0]]] * 2, "left_out": []})
+    found = Findings(read_run(tmp_path))
+    assert found.share_of("data") == 0.2, "1 s of steps of 5 s, with 15 s between them"
+    assert "Raise num_workers of VideoDataModule" in found.advice[-1].what
+    assert found.advice[-1].why.startswith("Ranks wait for data for 20\u00a0% of their steps.")
 
 
 def test_an_older_log_names_no_rank(tmp_path: Path) -> None:
