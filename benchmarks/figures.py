@@ -3,7 +3,8 @@
     pip install matplotlib
     python benchmarks/figures.py
 
-Every figure whose result file exists is written to docs/figures/.
+Written to docs/figures/ is what a page of docs/ shows. With --output, every figure whose result file exists is written
+under this folder.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.parallel.figures import PARALLEL
 
 RESULTS = Path(__file__).parent / "results"
-FIGURES_OF_DOCS = Path(__file__).parents[1] / "docs" / "figures"
+DOCS = Path(__file__).parents[1] / "docs"
 GIB = 2**30
 
 Result = dict[str, Any]
@@ -291,11 +292,14 @@ FIGURES: dict[str, Callable[[Result], None]] = PARALLEL | {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--output", type=Path, default=FIGURES_OF_DOCS)
+    parser.add_argument("--output", type=Path, help="folder; left out, docs")
     arguments = parser.parse_args()
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    pages = "" if arguments.output else "".join(page.read_text() for page in DOCS.glob("*.md"))
     for name, draw in FIGURES.items():
         for file in sorted(arguments.results.glob(f"{name}-*.json")):
+            picture = f"figures/{file.parent.name}/{file.stem}.png"
+            if not arguments.output and picture not in pages:
+                continue
             result = json.loads(file.read_text())
             draw(result)
             machine = result["machine"]
@@ -305,7 +309,8 @@ def main() -> None:
                 title = f"predicted for {result['settings']['of']}, {note}, {result['date']}"
             plt.suptitle(title, fontsize=8)
             plt.tight_layout()
-            target = arguments.output / f"{file.parent.name}-{file.stem}.png"
+            target = (arguments.output or DOCS) / picture
+            target.parent.mkdir(parents=True, exist_ok=True)
             plt.savefig(target, dpi=150, bbox_inches="tight")
             plt.close()
             print(f"{target} from {file.name}")
