@@ -83,12 +83,12 @@ def describe(
     taken = {"latents" if main in _LATENTS else "video": main}
     for extension in (each for each in read if each not in ("txt", main)):
         name = batch_name(extension)
-        if name in RESERVED:
-            raise RefusedError(f"{key}.{extension}", f"a batch uses the name {name!r} itself; rename it")
         if (other := taken.setdefault(name, extension)) != extension:
             raise RefusedError(
                 f"{key}.{extension}", f"a batch would name it {name!r}, as it does '{key}.{other}'; rename one"
             )
+        if name in RESERVED:
+            raise RefusedError(f"{key}.{extension}", f"a batch uses the name {name!r} itself; rename it")
     caption = _caption(shard, key, read, caption_key)
     members = {main: read.pop(main), **read}
     if main in _LATENTS:

@@ -12,8 +12,8 @@ from lightning_videoscale.data.shards.decoding import is_decodable, suffix
 from lightning_videoscale.data.shards.location import Members
 from lightning_videoscale.data.shards.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 
-RESERVED = frozenset({"sample_ids", "meta", "caption"})
-"""Names in a batch that no member may take."""
+RESERVED = frozenset({"sample_ids", "meta", "caption", "latents", "video"})
+"""Names in a batch that no member may take beside the main one; by the last two a batch tells what it is of."""
 
 _LATENTS = ("latents.npy", "latents.safetensors")
 _BESIDE = ("txt", "json")

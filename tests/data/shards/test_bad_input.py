@@ -268,14 +268,19 @@ def _sound(kind: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("members", "refused"),
+    ("members", "refused", "says"),
     [
-        (("latents.npy", "latents.safetensors"), "latents.safetensors"),
-        (("latents.npy", "depth.npy", "depth.json"), "depth"),
-        (("png", "video.npy"), "video.npy"),
+        (("latents.npy", "latents.safetensors"), "latents.safetensors", "rename one"),
+        (("latents.npy", "depth.npy", "depth.json"), "depth", "rename one"),
+        (("png", "video.npy"), "video.npy", "rename one"),
+        (("png", "latents.png"), "latents.png", "uses the name 'latents' itself; rename it"),
+        (("png", "latents.json"), "latents.json", "uses the name 'latents' itself; rename it"),
+        (("latents.npy", "video.npy"), "video.npy", "uses the name 'video' itself; rename it"),
     ],
 )
-def test_two_members_of_one_name_in_a_batch_are_refused(tmp_path: Path, members: tuple[str, ...], refused: str) -> None:
+def test_members_that_would_take_the_place_of_others_are_refused(
+    tmp_path: Path, members: tuple[str, ...], refused: str, says: str
+) -> None:
     """One would take the other's place, without a word."""
     shard = tmp_path / "0.tar"
     with tarfile.open(shard, "w") as tar:
@@ -285,7 +290,7 @@ def test_two_members_of_one_name_in_a_batch_are_refused(tmp_path: Path, members:
             entry.size = len(data)
             tar.addfile(entry, io.BytesIO(data))
     [(_, refusal)] = index_shards([str(shard)]).refused
-    assert refused in refusal.member and "rename one" in refusal.reason
+    assert refused in refusal.member and says in refusal.reason
 
 
 def content_of(extension: str) -> bytes:
