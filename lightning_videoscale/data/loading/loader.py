@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from multiprocessing import active_children
@@ -64,6 +66,7 @@ class PlannedSampler(DistributedSampler[MicroBatch]):
         self.is_started = False
         self._goes_on = progress is not None
         self._ahead: tuple[Progress, InBackground[Progress]] | None = None  # the next window, by what it follows
+        self._pass: object | None = None  # that of this epoch, unless it was left before its end
         self._begin(Progress.start(planner, 0 if repeat_first_epoch else epoch) if progress is None else progress)
 
     @property
@@ -78,7 +81,7 @@ class PlannedSampler(DistributedSampler[MicroBatch]):
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch of the next pass; Lightning calls this before each."""
-        self.is_started = False
+        self.is_started, self._pass = False, None
         if self._repeat_first_epoch:
             self._begin(self._start)
             return
@@ -130,9 +133,35 @@ class PlannedSampler(DistributedSampler[MicroBatch]):
         return self._part_of(micro_batches).state_dict(micro_batches, is_over, has_ended)
 
     def __iter__(self) -> Iterator[MicroBatch]:
+        """The epoch, or what is left of it; where another pass over it is under way or over, all of it beside that one.
+
+        Of such a pass nothing counts as taken: somebody looks at a batch, or reads a short epoch again beside a longer
+        loader.
+        """
+        if self._pass is not None:
+            yield from self._again()._read()
+            return
         if self.is_started:
             self._begin(self._start)
         self.is_started, self._goes_on = True, False
+        self._pass = own = object()
+        try:
+            yield from self._read()
+        except GeneratorExit:
+            if self._pass is own:
+                self._pass = None  # it was left before its end, and the next one is the epoch's
+            raise
+
+    def _again(self) -> PlannedSampler:
+        """One that reads the epoch from its beginning, and that nobody asks what was trained."""
+        start, other = self._start, copy.copy(self)
+        is_whole = start.begun is None and not start.counted
+        whole = replace(start, steps=0) if is_whole else Progress.start(self.planner, start.epoch, start.trained_as)
+        other._on_begin, other._ahead = None, None
+        other._begin(whole)
+        return other
+
+    def _read(self) -> Iterator[MicroBatch]:
         progress: Progress | None = self._parts[0]
         while progress is not None:
             self._enter(progress)

@@ -1,7 +1,8 @@
-"""Hooks that ask the DataModule for a loader, as for its length, while the Trainer reads another."""
+"""Hooks that look at loaders while the Trainer reads one: at another of the DataModule's, or at the same."""
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,13 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from lightning_videoscale.data import VideoDataModule
+from lightning_videoscale.data.loading.loader import PlannedSampler
+from lightning_videoscale.data.loading.progress import Progress
+from lightning_videoscale.data.planning import BucketPlanner
 from tests.data.clips import write_shards
 from tests.data.loading.test_replanning import LARGE, SAMPLES, SMALL, Adopting, data
 from tests.data.loading.test_resuming import SaveAfter, everything, fit, ids
+from tests.data.loading.test_turns import CLIPS, OTHER, PLANNER
 
 HOOKS = ["on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_train_epoch_end"]
 
@@ -50,6 +55,36 @@ def test_what_is_adopted_reaches_the_loader_that_is_read(shards: str, hook: str,
         assert all(ids(batches) == everything(SAMPLES) for batches in module.batches.values())
         sizes = [meta.samples * meta.sequence_length for meta in module.metas]
         assert max([0, *sizes[: 2 * step]]) <= 80 < max(sizes[2 * step : len(module.batches[0])])
+
+
+class Reading(Looking):
+    """Reads the first batches of the Trainer's own loader, as who shows some does."""
+
+    def look(self, trainer: Any, *_: Any) -> None:
+        self.first = [*islice(trainer.train_dataloader, 2)]
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_start", "on_train_batch_end"])
+@pytest.mark.parametrize("settings", [{}, {"window": 30}, {"num_workers": 1}])
+def test_batches_that_a_hook_reads_are_not_taken(
+    shards: str, tmp_path: Path, hook: str, settings: dict[str, Any]
+) -> None:
+    file = tmp_path / "five.ckpt"
+    module = fit(data(shards, **settings), 2, None, Reading(hook), Adopting({2: LARGE}), SaveAfter(5, file))
+    assert all(ids(batches) == everything(SAMPLES) for batches in module.batches.values())
+    resumed = fit(data(shards, **settings), 2, file, Reading(hook))
+    assert ids(module.batches[0][:4] + resumed.batches[0]) == ids(resumed.batches[1]) == everything(SAMPLES)
+
+
+@pytest.mark.parametrize("planner", [PLANNER, OTHER, CLIPS.planner(60)])
+def test_an_epoch_that_is_read_again_beside_a_longer_one_is_whole(planner: BucketPlanner) -> None:
+    began = CLIPS.planner(60) if planner.windows else PLANNER
+    state = Progress.start(began, 3).state_dict(8)
+    sampler = PlannedSampler(planner, 0, progress=Progress.resume(planner, state), on_begin=lambda progress: None)
+    whole = [*PlannedSampler(planner, 0, epoch=3)]
+    left, taken = [*sampler], sampler.taken
+    assert len(left) < len(whole) and [*sampler] == [*sampler] == whole
+    assert sampler.taken == taken and sampler.state_dict(taken)["is_over"]
 
 
 def test_an_epoch_that_begins_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
