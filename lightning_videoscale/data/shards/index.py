@@ -25,6 +25,7 @@ from lightning_videoscale.data.shards.shard_entry import ShardEntry, update_cont
 from lightning_videoscale.data.shards.tars import Refusal
 
 _SHOWN = 20
+_NAMED = "videoscale-index-"
 CACHE = Path("~/.cache/lightning-videoscale")
 """Where the index of remote shards is kept."""
 
@@ -191,4 +192,10 @@ def default_index_file(shards: Sequence[str]) -> Path:
     else:
         folder = Path(shards[0]).resolve().parent
         names = [s if is_remote(s) else os.path.relpath(s, folder) for s in identities(shards)]
-    return folder / f"videoscale-index-{hashlib.sha256(json.dumps(names).encode()).hexdigest()[:8]}{SUFFIX}"
+    return folder / f"{_NAMED}{hashlib.sha256(json.dumps(names).encode()).hexdigest()[:8]}{SUFFIX}"
+
+
+def tables_beside(shards: Sequence[str]) -> list[IndexTable]:
+    """Tables that lie by default where one that begins with any of these shards would."""
+    folders = {CACHE.expanduser() if is_remote(name) else Path(name).parent for name in identities(shards)}
+    return [IndexTable(table) for folder in sorted(folders) for table in sorted(folder.glob(f"{_NAMED}*{SUFFIX}"))]

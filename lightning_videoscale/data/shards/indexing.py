@@ -17,7 +17,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_videoscale.data.shards.captions import digest_of_captions
 from lightning_videoscale.data.shards.errors import ShardError, UnreachableError
-from lightning_videoscale.data.shards.index import ShardIndex
+from lightning_videoscale.data.shards.index import ShardIndex, tables_beside
 from lightning_videoscale.data.shards.index_table import IndexTable, TableWriter
 from lightning_videoscale.data.shards.inspection import Described, RefusedError, describe
 from lightning_videoscale.data.shards.location import Members, ShardStat, identities, is_remote
@@ -40,7 +40,9 @@ def build_index(
 ) -> ShardIndex:
     """Indexes shards and keeps the table; of what is kept already, only shards that changed are looked at again.
 
-    A build that is stopped leaves what it had beside the file, and the next one goes on from there. So it does where
+    What is not kept there, and is in another table beside the shards, is taken from that one: a pattern that names a
+    shard more than before has a table of another name. A build that is stopped leaves what it had beside the file, and
+    the next one goes on from there. So it does where
     the network failed: what could not be read is in `ShardIndex.unread`, and only that is looked at the next time.
 
     Args:
@@ -57,6 +59,7 @@ def build_index(
     table = IndexTable(file)
     older = table.older
     known, left = known_shards(file), table.journals()
+    known = [*_known_beside(shards, known), *known]
     looks = _look_at_all(shards, known, workers, progress, caption_key, versions_of(shards))
     with closing(looks), _Journal(table) as journal:
         writer = TableWriter(table)
@@ -162,6 +165,17 @@ def known_shards(file: Path) -> list[ShardEntry]:
         # Another node may be at it just now: its first line may not be written yet, or the file gone again.
         with suppress(ShardError, FileNotFoundError):
             entries += read_lines(left)
+    return entries
+
+
+def _known_beside(shards: Sequence[str], known: Sequence[ShardEntry]) -> list[ShardEntry]:
+    """What other tables hold of the shards that are not among those that are known."""
+    held = set(identities(entry.url for entry in known))
+    unknown = [url for url, name in zip(shards, identities(shards), strict=True) if name not in held]
+    entries: list[ShardEntry] = []
+    for table in tables_beside(unknown):
+        with suppress(ShardError, OSError):  # of another release, or not whole
+            entries += table.known()
     return entries
 
 

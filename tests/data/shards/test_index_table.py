@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,24 @@ def test_new_and_changed_shards_are_added_and_nothing_is_rewritten(
         assert build_index(some, file).digest == index_shards(some, known_shards(file)).digest
         assert [shard.url for shard in ShardIndex.load(file).shards] == some, "no others belong to it now"
     assert _parts(file) == third
+
+
+def test_what_another_table_beside_the_shards_holds_is_not_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of the default table is made from all shards: with one more, or one less, it is another table."""
+    paths, others = _shards(tmp_path / "train", 12, shards=4), _shards(tmp_path / "val", 6)
+    for some in (paths[:3], others):
+        build_index(some, default_index_file(some))
+    mine = default_index_file(paths + others)
+    real, looked = indexing.describe, []
+    monkeypatch.setattr(indexing, "describe", lambda shard, *about: looked.append(shard.url) or real(shard, *about))
+    write_shard(Path(paths[0]), [clip(50)])
+    index = build_index(paths + others, mine)
+    assert set(looked) == {paths[0], paths[3]}
+    assert index.digest == ShardIndex.load(mine).digest == index_shards(paths + others).digest
+    shutil.rmtree(default_index_file(others))
+    assert list(ShardIndex.load(mine).samples) == list(index_shards(paths + others).samples)
 
 
 def test_a_long_build_is_kept_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
