@@ -67,7 +67,7 @@ class IndexedShards:
                     f"The dataset {name!r} has the weight {weight}; it must be a positive number. Leave out what is "
                     "not to be trained on."
                 )
-        self._patterns: dict[str, Patterns] = {"shards": list(train) if isinstance(train, dict) else train}
+        self._patterns: dict[str, Patterns] = {"shards": _listed(train)}
         self._patterns |= {name: _unweighted(name, given) for name, given in others.items() if given is not None}
         self._index_file = None if index_file is None else on_disk(index_file, "index")
         self._caption_key = caption_key
@@ -191,4 +191,9 @@ def _unweighted(argument: str, shards: Shards) -> Patterns:
             f"{argument}={shards!r} has weights, and of these shards every sample is read once: name them in a list, "
             f"{argument}={list(shards)!r}."
         )
-    return shards
+    return _listed(shards)
+
+
+def _listed(shards: Shards) -> Patterns:
+    """Patterns that can be walked through more than once, which those of `Path.glob` cannot."""
+    return shards if isinstance(shards, (str, Path)) else list(shards)

@@ -68,7 +68,10 @@ def micro_batches_of(trainer: pl.Trainer | None, planned: int | None) -> int:
             f"Trainer(accumulate_grad_batches={planned}), or leave micro_batches out."
         )
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in _callbacks(trainer)):
-        raise ValueError("GradientAccumulationScheduler changes the micro-batches per step, and the plan does not.")
+        raise ValueError(
+            "GradientAccumulationScheduler changes the micro-batches per step, and the plan does not: leave it out, "
+            "and give Trainer(accumulate_grad_batches=...). A run that goes on may have another number."
+        )
     return accumulated
 
 

@@ -242,6 +242,8 @@ def test_a_wrong_number_of_micro_batches_is_an_error(shards: str) -> None:
     trainer = trainer_with(callbacks=[scheduler, ApplyLossWeights()], max_epochs=2)
     with pytest.raises(ValueError, match=r"GradientAccumulationScheduler|4 micro-batches"):
         trainer.fit(Witness(), VideoDataModule(shards, budget=BUDGET, micro_batches=4))
+    with pytest.raises(ValueError, match=r"GradientAccumulationScheduler .*Trainer\(accumulate_grad_batches="):
+        trainer.fit(Witness(), VideoDataModule(shards, budget=BUDGET))
 
 
 def test_weights_count_without_a_callback_and_never_twice(shards: str) -> None:

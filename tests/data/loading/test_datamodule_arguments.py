@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -76,10 +77,11 @@ def test_a_dataset_of_which_nothing_can_be_trained_on_is_named(shards: str, tmp_
             trainer_with().fit(Witness(), VideoDataModule(weights, budget=BUDGET))
 
 
-def test_shards_may_be_paths(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shards", [lambda file: file, lambda file: file.parent.glob("*.tar")])
+def test_shards_may_be_paths(tmp_path: Path, shards: Callable[[Path], Any]) -> None:
     file = write_shard(tmp_path / "000.tar", [clip(i) for i in range(4)])
     module = Witness()
-    trainer_with().fit(module, VideoDataModule(file, budget=BUDGET, val_shards=[file]))
+    trainer_with().fit(module, VideoDataModule(shards(file), budget=BUDGET, val_shards=shards(file)))
     assert len(list(chain(*module.batches[0]))) == len(list(chain(*module.validated[-1]))) == 4
 
 
