@@ -262,8 +262,8 @@ class SequenceParallelMixin(
     def _agree_on_calls(self) -> None:
         """To be called once the model is wrapped: the ranks tell each other what they call before they wait."""
         module = self._module
-        if self.mesh.sp.size > 1:  # what hooks draw before the first step, such as noise for a sample
-            seed_generators(self._seed, "setup", self.data_parallel_rank)
+        if self.mesh.sp.size > 1:  # what hooks draw before the first step: noise for a sample, a split of the data
+            seed_generators(self._seed, "setup")  # on all ranks the same, as `seed_everything` leaves them
         networks = {path: module.get_submodule(path) for path in split_plans(module, self.mesh, self._settings)}
         shared = {path: network for path, network in networks.items() if self._shares_parameters(network)}
         if self.mesh.dp.size > 1 and len(shared) > 1 and self._calls is None:

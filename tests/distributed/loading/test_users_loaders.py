@@ -124,6 +124,13 @@ def test_a_sampler_of_its_own_is_dealt_out_where_ranks_have_whole_sequences(rank
     assert first[0] != first[1]
 
 
+def test_a_split_that_is_drawn_in_the_hook_is_the_same_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """Each rank's part is of one split, as it is where all ranks draw alike after `seed_everything`."""
+    results = train(ranks(4), "ddp", "split at random", tmp_path, max_epochs=1)
+    trained = [x for group in results[::2] for batch in group[0] for x in batch]
+    assert len(trained) == len(set(trained)) == 12
+
+
 def test_a_stream_that_can_be_read_once_loses_nothing(ranks: Ranks, tmp_path: Path) -> None:
     results = train(ranks(4), "ddp", "once", tmp_path, max_epochs=1)
     assert sorted(x for group in results[::2] for batch in group[0] for x in batch) == list(range(SAMPLES))

@@ -14,7 +14,16 @@ import torch
 import torch.distributed as dist
 import webdataset as wds
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, Subset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    Subset,
+    get_worker_info,
+    random_split,
+)
 
 from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy
@@ -114,6 +123,7 @@ def loader_of(kind: str, strategy: Any, shards: str) -> Any:
         "stride, workers": lambda: DataLoader(Strided(rank, world), 2, num_workers=2, persistent_workers=True),
         "subset": lambda: DataLoader(Subset(numbers, range(rank, SAMPLES, world)), 2),
         "subset, cropped": lambda: DataLoader(Subset(Cropped(SAMPLES, own=True), range(rank, SAMPLES, world)), 2),
+        "split at random": lambda: DataLoader(random_split(numbers, [12, 4])[0], 2, shuffle=True),
         "files": lambda: DataLoader(Files(rank, world), 2, shuffle=True),
         "files, workers": lambda: DataLoader(Files(rank, world), 2, shuffle=True, num_workers=2),
         "numpy": lambda: DataLoader(numbers, 2, sampler=OwnOrder("numpy")),
