@@ -34,8 +34,18 @@ class BatchEncoder(Protocol):
         """
 
 
-def check_geometry(encode: BatchEncoder | None, geometry: ModelGeometry) -> None:
-    """Raises ValueError if an encoder has a ``geometry`` whose VAE is not that of the model's."""
+def check_encoder(encode: BatchEncoder | None, geometry: ModelGeometry) -> None:
+    """Looks whether an encoder can be used.
+
+    Raises:
+        TypeError: If it cannot be moved to a device, as a plain function.
+        ValueError: If it has a ``geometry`` whose VAE is not that of the model's.
+    """
+    if encode is not None and not hasattr(encode, "to"):
+        raise TypeError(
+            f"encode={encode!r} must be called with a batch and have a method to(device): give an OnlineEncoder, or an "
+            "nn.Module whose forward makes a batch of a batch."
+        )
     own = getattr(encode, "geometry", None)
     strides = [(g.temporal_stride, g.spatial_stride) for g in (own, geometry) if isinstance(g, ModelGeometry)]
     if len(set(strides)) > 1:

@@ -16,7 +16,7 @@ from lightning_videoscale.compat.lightning.training_loop import asks_for_trainin
 from lightning_videoscale.compat.patching import patch
 from lightning_videoscale.cost import Calibration, StepTimeModel
 from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
-from lightning_videoscale.data.encoding.online_encoder import BatchEncoder, check_geometry
+from lightning_videoscale.data.encoding.online_encoder import BatchEncoder, check_encoder
 from lightning_videoscale.data.loading.consistency import (
     check_same_draws,
     check_same_index,
@@ -142,7 +142,7 @@ class VideoDataModule(pl.LightningDataModule):
         self._budget = RunBudget(budget, step_time)
         self._micro_batches = micro_batches
         self._geometry = GEOMETRIES[geometry] if isinstance(geometry, str) else geometry
-        check_geometry(encode, self._geometry)
+        check_encoder(encode, self._geometry)
         self._shape_policy = shape_policy if shape_policy is not None else ShapePolicy()
         self._loss_weighting: LossUnit = loss_weighting
         self._settings: dict[str, Any] = {

@@ -125,6 +125,11 @@ def test_a_vae_of_another_model_is_refused(pipeline: Path) -> None:
         VideoDataModule("000.tar", geometry="ltx-video", encode=OnlineEncoder(load_encoder(pipeline)._vae))
 
 
+def test_a_function_is_no_encoder() -> None:
+    with pytest.raises(TypeError, match=r"encode=<function .* to\(device\).* nn\.Module"):
+        VideoDataModule("000.tar", encode=lambda batch: batch)
+
+
 def test_shapes_are_measured_on_what_was_encoded(shard: str, pipeline: Path) -> None:
     module = Collector()
     matrix = benchmark_shapes(
