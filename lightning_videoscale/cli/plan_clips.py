@@ -68,14 +68,14 @@ def _of_windows(options: argparse.Namespace) -> PlanClips:
 
 
 def _index(options: argparse.Namespace) -> ShardIndex:
-    named: str = options.index
-    file = Path(named).absolute()  # "." has no name
-    if IndexTable(file).exists:
+    named: list[str] = options.index
+    file = Path(named[0]).absolute()  # "." has no name
+    if len(named) == 1 and IndexTable(file).exists:
         return ShardIndex.load(file)
     try:
         file = already_packed([named]).index_file
     except ShardError as error:
-        raise ValueError(f"No index at {named}, and no shards that have one: {error}") from None
+        raise ValueError(f"No index at {' '.join(named)}, and no shards that have one: {error}") from None
     if not IndexTable(file).exists:
-        raise ValueError(f"{named} has no index yet. Run: videoscale index {shlex.quote(named)}")
+        raise ValueError(f"{' '.join(named)} has no index yet. Run: videoscale index {shlex.join(named)}")
     return ShardIndex.load(file)

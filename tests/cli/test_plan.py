@@ -164,8 +164,8 @@ def test_shards_are_planned_on_by_their_index(
     assert "videoscale index '*.tar'" in capsys.readouterr().err
     assert main(["index", "*.tar"]) == 0
     capsys.readouterr()
-    for named in ("*.tar", str(tmp_path), "."):
-        figures = run(capsys, "--index", named, "--balance", "planned", "--dp-size", "2", "--m-mem", "160")
+    for named in (["*.tar"], [str(tmp_path)], ["."], ["000.tar", "001.tar"]):  # the last as a shell makes it of *.tar
+        figures = run(capsys, "--index", *named, "--balance", "planned", "--dp-size", "2", "--m-mem", "160")
         assert figures["samples"] == 50
 
 

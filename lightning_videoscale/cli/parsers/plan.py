@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments and options."""
     clips = parser.add_mutually_exclusive_group()
     clips.add_argument("--shapes", type=Path, help="CSV with the columns source, width, height, fps, num_frames")
-    clips.add_argument("--index", help="what `videoscale index` wrote, or the shards that it was given")
+    clips.add_argument("--index", nargs="+", help="what `videoscale index` wrote, or the shards that it was given")
     parser.add_argument("--standard-mix", action="store_true", help="draw sources, tiers, crops and images at random")
     parser.add_argument(
         "--samples",
