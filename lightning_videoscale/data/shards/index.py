@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -195,7 +195,7 @@ def default_index_file(shards: Sequence[str]) -> Path:
     return folder / f"{_NAMED}{hashlib.sha256(json.dumps(names).encode()).hexdigest()[:8]}{SUFFIX}"
 
 
-def tables_beside(shards: Sequence[str]) -> list[IndexTable]:
-    """Tables that lie by default where one that begins with any of these shards would."""
-    folders = {CACHE.expanduser() if is_remote(name) else Path(name).parent for name in identities(shards)}
+def tables_beside(shards: Iterable[str]) -> list[IndexTable]:
+    """Tables that lie by default where one that begins with any of these shards, by their identities, would."""
+    folders = {CACHE.expanduser() if is_remote(name) else Path(name).parent for name in shards}
     return [IndexTable(table) for folder in sorted(folders) for table in sorted(folder.glob(f"{_NAMED}*{SUFFIX}"))]

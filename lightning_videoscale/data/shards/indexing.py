@@ -170,12 +170,13 @@ def known_shards(file: Path) -> list[ShardEntry]:
 
 def _known_beside(shards: Sequence[str], known: Sequence[ShardEntry]) -> list[ShardEntry]:
     """What other tables hold of the shards that are not among those that are known."""
-    held = set(identities(entry.url for entry in known))
-    unknown = [url for url, name in zip(shards, identities(shards), strict=True) if name not in held]
+    unknown = set(identities(shards)) - set(identities(entry.url for entry in known))
     entries: list[ShardEntry] = []
     for table in tables_beside(unknown):
         with suppress(ShardError, OSError):  # of another release, or not whole
-            entries += table.known()
+            found = table.known()
+            names = identities(entry.url for entry in found)
+            entries += [entry for entry, name in zip(found, names, strict=True) if name in unknown]
     return entries
 
 
