@@ -22,6 +22,14 @@ needs_deepspeed = pytest.mark.skipif(
 )
 
 
+def skip_without_float16() -> None:
+    """Skips the test that calls it where DeepSpeed does not train in float16, as on many CPUs."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    if not CPU_Accelerator().is_fp16_supported():
+        pytest.skip("DeepSpeed trains in float16 only on CPUs that multiply it, as those with AVX512-FP16 do")
+
+
 @contextmanager
 def deepspeed_on_cpu() -> Iterator[None]:
     """Lets a process use DeepSpeed, and leaves it as it was for tests without."""

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_videoscale.strategies import SequenceParallelDeepSpeedStrategy, read_weights
 from tests.distributed.pool import ProcessPool
-from tests.distributed.zero import deepspeed_on_cpu, needs_deepspeed
+from tests.distributed.zero import deepspeed_on_cpu, needs_deepspeed, skip_without_float16
 from tests.strategies.checkpoints.checkpointing import NOTHING_TO_SPLIT
 
 Ranks = Callable[[int], ProcessPool]
@@ -120,6 +120,7 @@ def train_in_half(stage: int, steps: int, start: Path | None, end: Path, precisi
 
 @needs_deepspeed
 def test_the_loss_scale_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    skip_without_float16()
     straight = ranks(2).run(train_in_half, 2, 6, None, tmp_path / "straight.ckpt")[0]
     assert straight[0] == (2**16, 0, -1, 2, 0)
     assert straight[3] == (2**14, 3, 2, 1, 3)
@@ -131,6 +132,7 @@ def test_the_loss_scale_goes_on(ranks: Ranks, tmp_path: Path) -> None:
 
 @needs_deepspeed
 def test_what_was_saved_without_a_loss_scale_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    skip_without_float16()
     ranks(2).run(train_in_half, 2, 1, None, tmp_path / "bfloat16.ckpt", "bf16-mixed")
     resumed = ranks(2).run(train_in_half, 2, 2, tmp_path / "bfloat16.ckpt", tmp_path / "end.ckpt")[0]
     assert resumed == [(2**16, 0, -1, 2, 0)]
