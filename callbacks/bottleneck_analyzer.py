@@ -21,10 +21,9 @@ class BottleneckAnalyzer(RunFigures):
     """Names the main bottleneck of the last steps: data, exchange, straggler, between, kernels or optimizer.
 
     Every few optimizer steps it divides the step's time (`StepShares`) and names the largest loss. Where none takes a
-    tenth of the step, the work itself is the bottleneck: kernels. Under `between` ranks wait for one that is busy
-    between steps. Loggers get the shares as ``bottleneck/data`` and so
-    on; the run's report gets the finding; and rank 0 says it, with the figure and what to try, when it is another one
-    than before.
+    tenth of the step, the work itself is the bottleneck: kernels. Under ``between`` ranks wait for one that is busy
+    between steps. Loggers get the shares as ``bottleneck/data`` and so on; the run's report gets the finding; and rank
+    0 says it, with the figure and what to try, when it is another one than before.
 
     The steps are those of the Trainer's one log (`timing.subscribe_to_steps`). Nothing that goes wrong in analysing or
     logging stops the training.

@@ -159,6 +159,7 @@ def measure(config: dict[str, int], cases: dict[str, list[int]], rounds: int, ti
                 say(str(row))
             provenance.write(Path(task["output"]), BENCHMARK, task["commit"], task["settings"], rows)
     finish(len(rows))
+    dist.destroy_process_group()
 
 
 class _Loss(torch.nn.Module):

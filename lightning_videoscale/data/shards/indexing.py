@@ -42,8 +42,8 @@ def build_index(
 
     What is not kept there, and is in another table beside the shards, is taken from that one: a pattern that names a
     shard more than before has a table of another name. A build that is stopped leaves what it had beside the file, and
-    the next one goes on from there. So it does where
-    the network failed: what could not be read is in `ShardIndex.unread`, and only that is looked at the next time.
+    the next one goes on from there. So it does where the network failed: what could not be read is in
+    `ShardIndex.unread`, and only that is looked at the next time.
 
     Args:
         shards: Paths and URLs, in the order that samples are numbered.
