@@ -11,6 +11,7 @@ slower. Ways to begin take turns:
 - ``when all are ready``: an all-reduce of one number goes before each bucket's, and holds one multiprocessor.
 - ``…, high priority``: likewise, in a group whose stream goes before the computing one.
 - ``few blocks``: in a group whose kernels may take `MAX_CTAS` multiprocessors.
+- ``after backward``: all buckets when the last gradient is there, so that nothing is hidden.
 
 A computing kernel that takes long lets kernels of other streams begin at its end, unless their priority is higher.
 
@@ -56,6 +57,7 @@ WAYS: dict[str, tuple[str, bool]] = {
     "when all are ready, high priority": ("high priority", True),
     "few blocks": ("few blocks", False),
     "few blocks, high priority": ("few blocks, high priority", False),
+    "after backward": ("plain", False),
 }
 """A group, and whether all wait for all before an all-reduce."""
 Row = dict[str, Any]
@@ -74,6 +76,7 @@ class Average:
                     options.config.max_ctas = MAX_CTAS
                 self._groups[name] = dist.new_group(pg_options=options)
         self._ready = torch.zeros(1, device=device)
+        self._held: list[tuple[Tensor, Future[Tensor]]] = []
         self.computed = self._now()
 
     def ways(self) -> list[str]:
@@ -88,10 +91,15 @@ class Average:
         averaged = bucket.buffer().div_(dist.get_world_size())
         if waits:
             dist.all_reduce(self._ready, group=group, async_op=True)
-        work = dist.all_reduce(averaged, group=group, async_op=True)
-        assert work is not None
-        future: Future[list[Tensor]] = work.get_future()
-        return future.then(lambda done: done.value()[0])
+        if self.way != "after backward":
+            return _all_reduce(averaged, group)
+        later: Future[Tensor] = Future(devices=[self._device] if self._device.type == "cuda" else None)
+        self._held.append((averaged, later))
+        if bucket.is_last():
+            for held, future in self._held:
+                _all_reduce(held, group).then(lambda done, future=future: future.set_result(done.value()))
+            self._held = []
+        return later
 
     def _now(self) -> Any:
         if self._device.type == "cpu":
@@ -160,6 +168,13 @@ def measure(config: dict[str, int], cases: dict[str, list[int]], rounds: int, ti
             provenance.write(Path(task["output"]), BENCHMARK, task["commit"], task["settings"], rows)
     finish(len(rows))
     dist.destroy_process_group()
+
+
+def _all_reduce(values: Tensor, group: Any) -> Future[Tensor]:
+    work = dist.all_reduce(values, group=group, async_op=True)
+    assert work is not None
+    future: Future[list[Tensor]] = work.get_future()
+    return future.then(lambda done: done.value()[0])
 
 
 class _Loss(torch.nn.Module):
