@@ -132,7 +132,7 @@ def _measure(
     steps.run(batch, is_first=False)
     later_peak, later_graphs = steps.peak_bytes, steps.graph_bytes
     if with_states:
-        steps.run(batch)  # here DDP makes its buckets anew, beside the old ones
+        steps.run(batch)  # here DDP makes its buckets anew
     steps.reset_peak()
     repeats = _repeats(seconds, first)
     if is_warm_up := first < seconds or steps.until_graphs > 0:

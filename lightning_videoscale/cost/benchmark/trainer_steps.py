@@ -141,10 +141,7 @@ class RealSteps:
         if self._dropped_bytes:
             # With and without gradients of before, the start of backward differs by these alone.
             return later_peak - self._dropped_bytes
-        # DDP makes its buckets anew in the second step, while gradients of the first, which are views, hold the old.
-        model = self._trainer.strategy.model
-        are_views = isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view
-        return self._forward_peak + self.graph_bytes + (self.gradient_bytes if are_views else 0.0)
+        return self._forward_peak + self.graph_bytes
 
     @property
     def gradient_bytes(self) -> float:
