@@ -22,7 +22,7 @@ from benchmarks.data.balance_figures import FIELDS, Waits, columns_of, figures_o
 from benchmarks.data.balance_mix import table_of_draw
 from benchmarks.data.balances import BALANCES, runs_of
 from benchmarks.predictions import replayed_balances
-from benchmarks.predictions.replay import Replay, costs_of
+from benchmarks.predictions.replay import Replay, costs_of, replay_of
 from benchmarks.predictions.replayed_balances import checks
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data.planning import BucketPlanner
@@ -108,14 +108,34 @@ def test_a_check_takes_what_comes_beside_micro_batches_from_the_other_runs() -> 
 
 def test_shapes_that_other_runs_have_seen_often_take_what_they_took_there() -> None:
     runs = [measured(factor, 0.0) for factor in (1.0, 1.1, 1.2, 9.0)]
-    costs = costs_of(TABLE, runs, but=runs[-1])
-    short = [SHORT * factor for factor in (1.0, 1.0, 1.1, 1.1, 1.2, 1.2)]
+    costs = replay_of(TABLE, runs, COSTS.fit, "steps", but=runs[-1]).costs
+    short = [SHORT * factor for factor in (1.0, 1.1, 1.2)]  # on the second rank, which the first waits for
     assert costs.predict([1, 1, 2], [100, 200, 100]) == pytest.approx(
-        [np.quantile(short, 0.25), MIDDLE * 1.05, TABLE[1]["seconds"]], rel=1e-3
+        [np.quantile(short, 0.25), MIDDLE, TABLE[1]["seconds"]], rel=1e-3
     )
     noise = costs.noise(np.ones(4000), np.full(4000, 100), np.random.default_rng(0))
     assert float(noise.mean() * costs.predict(1, 100)) == pytest.approx(float(np.mean(short)), rel=0.005)
-    assert costs_of(TABLE, runs[:1]).predict(1, 200) == pytest.approx(MIDDLE), "seen once, which says little"
+    assert costs_of(TABLE, runs[:1], "steps").predict(1, 400) == pytest.approx(LONG), "seen once, which says little"
+    in_slots = costs_of(TABLE, runs[:3], "slots")
+    assert in_slots.predict([1, 1], [100, 200]) == pytest.approx([SHORT, MIDDLE * 1.05], rel=1e-3), (
+        "the slowest of each"
+    )
+
+
+def test_a_rank_that_is_ahead_takes_longer_and_the_step_does_not() -> None:
+    run = measured(1.0, 0.0)
+    (first, _), second = run["micro_batch_seconds"][0]
+    assert replay("steps").measure_ahead([run]) == 1.0, "where the host decides, it does not"
+    ahead = [[[1], [1]]], [[[200], [400]]], [[[1], [1]]]
+    one = run | dict(zip(("samples", "sequence_lengths", "counts"), ahead, strict=True))
+    one["micro_batch_seconds"] = [[[first * 1.1], [second[1]]]]
+    found = replay("steps")._replace(ahead=replay("steps").measure_ahead([one]))
+    assert found.ahead == pytest.approx(1.1)
+    assert found.steps(*ahead)["compute"].ravel().tolist() == pytest.approx([MIDDLE * 1.1, LONG])
+    assert found.steps(*ahead)["total"].ravel().tolist() == pytest.approx([LONG, LONG])
+    nearly = found.steps([[[1], [1]]], [[[390], [400]]], [[[1], [1]]])["compute"].ravel()
+    assert nearly.tolist() == pytest.approx([LONG, LONG]), "no rank that is ahead becomes the slowest"
+    assert replay("slots").measure_ahead([one]) == 1.0
 
 
 def test_a_group_takes_as_long_as_its_slowest_rank() -> None:

@@ -37,7 +37,7 @@ from benchmarks.data.balance_mix import DRAWS, table_of_draw
 from benchmarks.data.balance_training import budget_of
 from benchmarks.data.balances import BALANCES, M_COMP_OF, best_m_comp
 from benchmarks.launch import say
-from benchmarks.predictions.replay import Replay, costs_of
+from benchmarks.predictions.replay import Replay, replay_of
 from lightning_videoscale.cost import StepTimeModel
 from lightning_videoscale.data.planning import BucketPlanner, SampleTable
 from lightning_videoscale.data.planning.shapes import Clips
@@ -71,7 +71,7 @@ class Mix(NamedTuple):
 def checks(rows: Sequence[Row], table: Sequence[Row], step_time: StepTimeModel, waits: Waits) -> Iterator[Row]:
     """The steps of each measured run, replayed by the table of costs and the other runs: means over the noise."""
     for row in rows:
-        replay = Replay(costs_of(table, rows, but=row), step_time, waits)
+        replay = replay_of(table, rows, step_time, waits, but=row)
         overhead = replay.overhead(rows, row["micro_batches"], but=row)
         found = [
             figures_of(replay.of_row(row, overhead, np.random.default_rng(seed)), replay.waits)
@@ -83,7 +83,7 @@ def checks(rows: Sequence[Row], table: Sequence[Row], step_time: StepTimeModel, 
             | {name: row[name] for name in NAMES}
             | {"steps": row["steps"], "measured": {name: row[name] for name in COMPARED}, "replayed": replayed}
             | {"error": replayed["tokens_per_second"] / row["tokens_per_second"] - 1}
-            | {"overhead_s": overhead, "compute_over_table": replay.drift(row)}
+            | {"overhead_s": overhead, "ahead": replay.ahead, "compute_over_table": replay.drift(row)}
             | {"error_of_waits": replay.error_of_waits(row, overhead)}
         )
 
@@ -172,7 +172,7 @@ def main() -> None:
     if "cost_table" not in settings or settings["mix"]["table"] != table:
         parser.error(f"{options.result} has no table of costs, or is of other clips than {options.shapes}.")
     costs, step_time = settings["cost_table"], StepTimeModel.from_dict(settings["cost"])
-    replay = Replay(costs_of(costs, result["rows"]), step_time, settings["ranks_wait"])
+    replay = replay_of(costs, result["rows"], step_time, settings["ranks_wait"])
     rows = []
     for row in checks(result["rows"], costs, step_time, replay.waits):
         rows.append(row)
@@ -190,6 +190,7 @@ def main() -> None:
         "dry_run": settings["dry_run"], "samples": options.samples, "table": table,
         "inputs": {options.result.name: hashlib.sha256(options.result.read_bytes()).hexdigest()},
         "measured_commit": result["commit"], "noises": NOISES, "ranks_wait": replay.waits,
+        "ahead": replay.ahead,
     }  # fmt: skip
     name = f"replayed_{options.result.name}"
     output = options.output or provenance.RESULTS / "predictions" / name
