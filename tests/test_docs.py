@@ -9,6 +9,7 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,14 +112,32 @@ def test_there_are_commands_to_check() -> None:
     assert sum(len(commands(page)) for page in PAGES) > 3
 
 
-def test_the_tables_of_measured_balance_are_those_of_the_file() -> None:
+def results(name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
+    return found
+
+
+def test_the_tables_of_measured_balance_are_those_of_the_files() -> None:
     columns = ["cv_step_mean", "cv_step_median", "cv_step_p95", "compute_cv", "cost_cv", "b_s2_cv"]
-    result = json.loads((ROOT / "benchmarks" / "results" / "data/balances-h200x2.json").read_text())
     tables = (ROOT / "docs" / "measured.md").read_text()
-    for row in result["rows"]:
+    before = results("data/balances_25_mb-h200x2")
+    shown = [row for row in before if row["draw"] == 0 and row["balance"] != "dual_constraint"]
+    assert {row["micro_batches"] for row in shown} == {1, 4}
+    for row in results("data/balances-h200x2") + shown:
         spread = [(max(seconds) - min(seconds)) / max(seconds) for seconds in row["compute_seconds"]]
         assert row["cv_step_mean"] == pytest.approx(sum(spread) / len(spread), abs=1e-3)
         over = f"{row['over_equal_token']:.3g}" if "over_equal_token" in row else ""
         speed = f"{row['tokens_per_second'] / 1e3:.1f} k | {over} | {row['share_of_ceiling']:.1%}"
         figures = " | ".join([speed, *(f"{row[name]:.1%}" for name in columns)]).replace("%", " %")
         assert f"{figures} |" in tables, f"{row['balance']}, K = {row['micro_batches']}"
+
+
+def test_the_table_of_the_exchange_of_gradients_is_that_of_the_files() -> None:
+    table = (ROOT / "docs" / "measured.md").read_text().replace("**", "")
+    taken: dict[str, dict[str, list[str]]] = {}
+    for size in ("", "_100_mb"):
+        for row in results(f"strategies/gradient_exchange{size}-h200x2"):
+            taken.setdefault(row["way"], {}).setdefault(size, []).append(f"{row['over_none'] - 1:.1%}")
+    for way, cells in taken.items():
+        figures = [figure.replace("%", " %") for of_size in cells.values() for figure in of_size[-3:]]
+        assert way == "none" or f"| {' | '.join(figures)} |" in table, way
