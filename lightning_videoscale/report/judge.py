@@ -60,8 +60,9 @@ def advice_on_bottleneck(name: Name, straggler: Straggler, on_gpu: bool) -> str:
             "BudgetRecalibrator, and accumulate more micro-batches per step."
         ),
         "kernels": (
-            "Balanced and fed: use FusedKernels and the strategy's compile=True, and no activation checkpointing where "
-            "memory allows (MemoryMonitor says how much is left)."
+            "Balanced and fed: use FusedKernels and the strategy's compile=True, and where memory allows "
+            "(MemoryMonitor says how much is left) no activation checkpointing, or of a share of the blocks, such as "
+            "activation_checkpointing=0.5."
         ),
         "optimizer": (
             "Use a fused optimizer (fused=True), or shard it (ulysses_fsdp2, ulysses_deepspeed_stage_1), or accumulate "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -62,11 +63,16 @@ def find_blocks(network: nn.Module) -> dict[str, nn.Module]:
     return outermost
 
 
-def checkpoint_activations(network: nn.Module) -> Undo:
-    """Makes every block keep only its inputs for backward and compute the rest again there.
+def checkpoint_activations(network: nn.Module, share: float = 1.0) -> Undo:
+    """Makes blocks keep only their inputs for backward and compute the rest again there.
 
     The blocks' forward is wrapped in place, inside their hooks: class, parameters and ``state_dict`` stay, and what a
     hook splits is kept split.
+
+    Args:
+        network: With blocks.
+        share: Of the blocks, rounded up: the first ones. What the last ones keep is gone by the time backward computes
+            a block again, so that its activations need no memory beside theirs.
 
     Returns:
         What takes it back.
@@ -79,7 +85,8 @@ def checkpoint_activations(network: nn.Module) -> Undo:
             f"{type(network).__name__} has its own gradient checkpointing on: leave out activation_checkpointing=True, "
             "or do not call enable_gradient_checkpointing()."
         )
-    return replace_forwards(list(find_blocks(network).values()), _checkpointed)
+    blocks = list(find_blocks(network).values())
+    return replace_forwards(blocks[: math.ceil(round(share * len(blocks), 6))], _checkpointed)
 
 
 def replace_forwards(blocks: Sequence[nn.Module], change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Undo:

@@ -58,7 +58,8 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
         plan: What is split where in the one network that ``modules`` names. Left out, the plan registered for its
             class.
         activation_checkpointing: Keep only the inputs of every transformer block and compute the rest again in
-            backward.
+            backward. A number such as 0.5 does so with this share of the blocks, the first ones: as much time saved as
+            there is memory for.
         compile: Compile every transformer block: True, or keyword arguments of ``torch.compile``.
         transport: How Ulysses exchanges run: ``"collective"`` (gloo, NCCL) or ``"symmetric"`` (by the GPUs' copy
             engines, within a host).
@@ -108,7 +109,7 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
         ring_size: Size = None,
         modules: list[str] | None = None,
         plan: SplitPlan | None = None,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: bool | float = False,
         compile: CompileOptions = False,
         transport: TransportName = "collective",
         schedule: ScheduleSetting = "serial",

@@ -114,7 +114,7 @@ class SequenceParallelFSDP2Strategy(SequenceParallelMixin, ModelParallelStrategy
         ring_size: Size = None,
         modules: list[str] | None = None,
         plan: SplitPlan | None = None,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: bool | float = False,
         compile: CompileOptions = False,
         replicas: int = 1,
         shard_frozen: list[str] | None = None,

@@ -74,7 +74,7 @@ def change_networks(
         if settings.compile:  # a checkpointed block runs its compiled forward a second time
             undo.add(compile_blocks(network, settings.compile, stays_compiled=schedules.schedule != "serial"))
         if settings.activation_checkpointing:
-            undo.add(checkpoint_activations(network))
+            undo.add(checkpoint_activations(network, settings.activation_checkpointing))
         if settings.graphs.mode is not False:
             undo.add(
                 run_by_graphs(

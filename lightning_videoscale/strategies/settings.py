@@ -26,7 +26,7 @@ class SequenceParallelSettings:
     ring_size: Size
     modules: list[str] | None
     plan: SplitPlan | None
-    activation_checkpointing: bool
+    activation_checkpointing: bool | float
     compile: CompileOptions = field(default=False, kw_only=True)
     transport: TransportName = field(default="collective", kw_only=True)
     schedule: ScheduleSetting = field(default="serial", kw_only=True)
@@ -52,7 +52,12 @@ class SequenceParallelSettings:
 
     def _check_types(self) -> None:
         """What is given in Python; LightningCLI does this by itself. A string would else count as True."""
-        for name in ("activation_checkpointing", "verify_plan", "save_frozen"):
+        share = self.activation_checkpointing
+        if not isinstance(share, int | float):
+            raise TypeError(f"activation_checkpointing={share!r} must be True, False or a share of the blocks.")
+        if not 0 <= share <= 1:
+            raise ValueError(f"activation_checkpointing={share!r} must be a share of the blocks, from 0 to 1.")
+        for name in ("verify_plan", "save_frozen"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "save_frozen" and value is None):
                 raise TypeError(f"{name}={value!r} must be True or False.")

@@ -69,6 +69,21 @@ def test_checkpointing_keeps_less_and_changes_nothing() -> None:
     assert run(model)[1] == kept
 
 
+@pytest.mark.parametrize(("share", "recomputed"), [(0.7, 7), (0.3, 3), (0.01, 1), (0.0, 0), (1.0, 10)])
+def test_a_share_of_the_blocks_is_recomputed_the_first_ones(share: float, recomputed: int) -> None:
+    model = tiny_wan(num_layers=10)
+    calls = dict.fromkeys(range(10), 0)
+    for number, block in enumerate(model.blocks):
+        block.ffn.register_forward_pre_hook(lambda *_, number=number: calls.update({number: calls[number] + 1}))
+    gradient, kept = run(model)
+    calls.update(dict.fromkeys(calls, 0))
+    checkpoint_activations(model, share)
+    recomputed_gradient, kept_less = run(model)
+    assert list(calls.values()) == [2] * recomputed + [1] * (10 - recomputed)
+    assert torch.equal(gradient, recomputed_gradient)
+    assert kept_less == pytest.approx(kept * (1 - recomputed / 10), rel=0.15, abs=0.1 * kept)
+
+
 def test_a_model_that_checkpoints_itself_is_not_checkpointed_twice() -> None:
     model = tiny_wan()
     model.enable_gradient_checkpointing()

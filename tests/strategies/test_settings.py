@@ -35,6 +35,12 @@ def test_other_types(strategy: Any, wrong: dict[str, Any], message: str) -> None
         strategy(**wrong)
 
 
+@pytest.mark.parametrize("share", [1.5, -0.5, 30, float("nan")])
+def test_a_share_of_the_blocks_that_there_is_not(share: float) -> None:
+    with pytest.raises(ValueError, match=f"activation_checkpointing={share}"):
+        SequenceParallelDDPStrategy(activation_checkpointing=share)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["ulysses_size", "ring_size", "sp_size"])
 @pytest.mark.parametrize("size", ["2", 2.0, "most"])

@@ -50,7 +50,7 @@ def verify(strategy: str, plant_a_bug: bool, **arguments: Any) -> ParityReport:
     try:
         with lifted_float_casts():
             pl.Trainer(
-                strategy=classes[strategy](activation_checkpointing=True, **arguments),
+                strategy=classes[strategy](**({"activation_checkpointing": True} | arguments)),
                 accelerator="cpu",
                 devices=4,
                 plugins=[DoublePrecision()],
@@ -72,6 +72,7 @@ def verify(strategy: str, plant_a_bug: bool, **arguments: Any) -> ParityReport:
         ("ddp", {"ulysses_size": 2, "ring_size": 2}),
         pytest.param("ddp", {"ulysses_size": 2}, marks=pytest.mark.full),
         ("fsdp2", {"ulysses_size": 4}),
+        pytest.param("fsdp2", {"ulysses_size": 4, "activation_checkpointing": 0.5}, marks=pytest.mark.full),
     ],
 )
 def test_it_finds_no_difference_where_there_is_none(ranks: Ranks, strategy: str, arguments: dict[str, Any]) -> None:
