@@ -79,6 +79,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "strategies/allocator": _FUSED,
     "strategies/background_checkpoints": ("lightning_videoscale/strategies/checkpoints",),
     "strategies/gradient_exchange": _FUSED,
+    "strategies/recomputed_share": (*_FUSED, "lightning_videoscale/strategies/blocks.py"),
     "strategies/garbage_collection": ("lightning_videoscale/garbage.py", "lightning_videoscale/strategies/garbage.py"),
     "suite": (*_FUSED, *_PLANNING, "lightning_videoscale/attention"),
 }
