@@ -16,6 +16,7 @@ ranks on its own. What blocks only read, such as text of cross-attention, stays 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -291,6 +292,12 @@ def submodules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
     if not found:
         raise ValueError(f"The split plan names module {pattern!r}, which {type(model).__name__} does not have.")
     return found
+
+
+def ordered_names(module: nn.Module) -> list[str]:
+    """Returns the names of the arguments that may be given to a module by position."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]  # without self
+    return [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
 
 
 def check_streams(plan: SplitPlan, name: str) -> None:

@@ -9,7 +9,6 @@ between ranks may have one loss, as advantages of zero mean have 0.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.compat.torch.trees import is_wrapper, keystr, tensors_of, tree_flatten_with_path
 from lightning_videoscale.parallel.mesh import SequenceMesh
+from lightning_videoscale.parallel.plan import ordered_names
 from lightning_videoscale.parallel.transport import Transport
 from lightning_videoscale.ranks import gather_over_ranks
 
@@ -142,8 +142,7 @@ def compare_inputs(agreement: Agreement) -> Callable[[nn.Module, tuple[Any, ...]
     """Returns a forward pre-hook that compares what a module is called with."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]  # without self
-        names = [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
+        names = ordered_names(module)
         names += [f"argument {position}" for position in range(len(names), len(args))]
         agreement.check(f"inputs of {type(module).__name__}", dict(zip(names, args, strict=False)) | kwargs)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.compat.torch.trees import tree_leaves, tree_map_only
 from lightning_videoscale.parallel.context import SequenceContext
-from lightning_videoscale.parallel.plan import Count, Length, Refused, Rule, Split, SplitPlan, submodules
+from lightning_videoscale.parallel.plan import Count, Length, Refused, Rule, Split, SplitPlan, ordered_names, submodules
 from lightning_videoscale.parallel.sharding import gather, gather_inside, share_of_length, split, whole_gradient
 from lightning_videoscale.undo import Undo
 
@@ -93,10 +93,9 @@ _TensorChange = Callable[..., Tensor]
 def _change_inputs(
     module: nn.Module, path: str, rules: Mapping[str, Rule], context: SequenceContext, change: _Change
 ) -> Callable[..., _Inputs]:
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]  # without self
-    names = [parameter.name for parameter in parameters]
+    names = list(inspect.signature(type(module).forward).parameters)[1:]  # without self
     # Behind ``*args`` come those that are given by name alone: what is there by position is none of them.
-    by_position = [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
+    by_position = ordered_names(module)
     unknown = [name for name in rules if name not in names]
     if unknown:
         raise ValueError(

@@ -79,9 +79,9 @@ def _keep(x: Any, undo: ExitStack) -> None:
     elif hasattr(x, "__dict__") and not (isclass(x) or ismodule(x) or isfunction(x)):
         if all(map(_is_of_library, type(x).__mro__)):  # FSDP2 makes a class of its own of a user's
             return
-        attributes = _attributes(x)
-        undo.callback(_put_back, x, attributes)
-        for value in attributes.values():
+        before = attributes(x)
+        undo.callback(put_back_attributes, x, before)
+        for value in before.values():
             if type(value) in _CONTAINERS:
                 _keep_content(value, undo)
 
@@ -101,12 +101,13 @@ def _keep_content(container: Any, undo: ExitStack) -> None:
             _keep_content(value, undo)
 
 
-def _attributes(x: Any) -> dict[str, Any]:
-    """But for what a module of torch is made of."""
+def attributes(x: Any) -> dict[str, Any]:
+    """Returns the attributes of an object, but for what a module of torch is made of."""
     return {name: value for name, value in vars(x).items() if name not in _EMPTY_MODULE}
 
 
-def _put_back(x: Any, before: dict[str, Any]) -> None:
-    for name in _attributes(x).keys() - before.keys():
+def put_back_attributes(x: Any, before: dict[str, Any]) -> None:
+    """Makes the `attributes` of an object what they were."""
+    for name in attributes(x).keys() - before.keys():
         del vars(x)[name]
     vars(x).update(before)

@@ -213,7 +213,7 @@ def _kept_buffers(network: nn.Module) -> Iterator[Callable[[], dict[str, Tensor]
     ]
 
     # A network knows by attributes what its buffers hold, such as the length of a rotary table.
-    attributes = [(module, _attributes(module), set(buffers_of(module))) for module in network.modules()]
+    attributes = [(module, hook_traces.attributes(module), set(buffers_of(module))) for module in network.modules()]
 
     def changed() -> dict[str, Tensor]:
         now = [(full, getattr(module, name), copy) for full, module, name, _, copy in held]
@@ -229,17 +229,7 @@ def _kept_buffers(network: nn.Module) -> Iterator[Callable[[], dict[str, Tensor]
         for module, before, buffers in attributes:
             for name in set(buffers_of(module)) - buffers:
                 delattr(module, name)
-            for name in _attributes(module).keys() - before.keys():
-                delattr(module, name)
-            vars(module).update(before)
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """But for what a module of torch is made of."""
-    return {name: x for name, x in vars(module).items() if name not in _EMPTY_MODULE}
-
-
-_EMPTY_MODULE = vars(nn.Module()).keys()
+            hook_traces.put_back_attributes(module, before)
 
 
 @contextmanager
