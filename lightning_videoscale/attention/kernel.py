@@ -63,13 +63,13 @@ def needs_capability(device: torch.device, least: tuple[int, int], most: int | N
     return None
 
 
-def needs_half(case: AttentionCase, largest_dim: int) -> str | None:
+def needs_half(case: AttentionCase) -> str | None:
     """Returns which of the limits that most kernels share a call is beyond; None if of none.
 
-    These are half precision, no mask, and a head dim that is a multiple of 8 and not too large.
+    These are half precision, no mask, and a head dim that is a multiple of 8 up to 256.
     """
     if case.dtype not in HALF:
         return f"it computes bfloat16 and float16, and this is {str(case.dtype).removeprefix('torch.')}"
-    if case.head_dim % 8 or case.head_dim > largest_dim:
-        return f"it needs a head dim that is a multiple of 8 up to {largest_dim}, and this is {case.head_dim}"
+    if case.head_dim % 8 or case.head_dim > 256:
+        return f"it needs a head dim that is a multiple of 8 up to 256, and this is {case.head_dim}"
     return "it takes no key mask" if case.masked else None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_videoscale.attention.attend import attend, attend_backward
 from lightning_videoscale.attention.kernel import AttentionKernel
+from lightning_videoscale.compat.torch.attention import tokens_first
 from lightning_videoscale.kernels.autograd import NAMESPACE, define_op, refuse_derivative, register_autograd
 
 _FORWARD, _BACKWARD = f"{NAMESPACE}::attention", f"{NAMESPACE}::attention_backward"
@@ -48,11 +49,6 @@ def chooser(number: int) -> Any:
 
 def _kernel(query: Tensor, key: Tensor, mask: Tensor | None, with_lse: bool, chooser: int) -> AttentionKernel:
     return _choosers[chooser].kernel_for(query, key, mask is not None, with_lse)
-
-
-def tokens_first(x: Tensor) -> Tensor:
-    """Returns (B, H, S, D) that lies in memory with tokens before heads."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _forward(

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_videoscale.attention.op import backward_fake, chooser, forward_fake, tokens_first
+from lightning_videoscale.attention.op import backward_fake, chooser, forward_fake
+from lightning_videoscale.compat.torch.attention import tokens_first
 from lightning_videoscale.kernels.autograd import refuse_derivative, register_autograd
 from lightning_videoscale.parallel.group_numbers import group_of
 from lightning_videoscale.parallel.ring import SECOND_DERIVATIVE, Ring, attend_to_blocks, gradients_of_blocks

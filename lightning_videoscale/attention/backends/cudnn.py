@@ -18,7 +18,7 @@ def _unusable(device: torch.device) -> str | None:
 
 
 def _limit(case: AttentionCase) -> str | None:
-    if reason := needs_half(replace(case, masked=False), 256):
+    if reason := needs_half(replace(case, masked=False)):
         return reason
     if case.deterministic:
         return "its backward is not deterministic"

@@ -16,7 +16,7 @@ def _unusable(device: torch.device) -> str | None:
 
 
 def _limit(case: AttentionCase) -> str | None:
-    return None if case.device.type == "cpu" else needs_half(case, 256)
+    return None if case.device.type == "cpu" else needs_half(case)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:

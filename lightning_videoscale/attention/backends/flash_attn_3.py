@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from lightning_videoscale.attention.case import AttentionCase
 from lightning_videoscale.attention.kernel import AttentionKernel, needs_capability, needs_half
 from lightning_videoscale.compat import flash_attn
 
@@ -13,10 +12,6 @@ def _unusable(device: torch.device) -> str | None:
     return needs_capability(device, (9, 0), most=9) or flash_attn.missing(3)
 
 
-def _limit(case: AttentionCase) -> str | None:
-    return needs_half(case, 256)
-
-
 KERNEL = AttentionKernel(
-    "flash_attn_3", "flash-attn-3", flash_attn.flash_attn_3, flash_attn.flash_attn_3_backward, _unusable, _limit
+    "flash_attn_3", "flash-attn-3", flash_attn.flash_attn_3, flash_attn.flash_attn_3_backward, _unusable, needs_half
 )

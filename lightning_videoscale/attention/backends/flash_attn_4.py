@@ -14,7 +14,7 @@ def _unusable(device: torch.device) -> str | None:
 
 
 def _limit(case: AttentionCase) -> str | None:
-    reason = needs_half(case, 256)
+    reason = needs_half(case)
     if reason is None and torch.cuda.get_device_capability(case.device)[0] > 9 and 128 < case.head_dim < 256:
         return f"on Blackwell it needs a head dim up to 128, or 256, and this is {case.head_dim}"
     return reason

@@ -97,7 +97,8 @@ gradients lie any way, must not be taken either. Keys are compared bit by bit, a
 """
 
 
-def _tokens_first(x: Tensor) -> Tensor:
+def tokens_first(x: Tensor) -> Tensor:
+    """Returns (B, H, S, D) that lies in memory with tokens before heads."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -109,7 +110,7 @@ def with_gradient_in_order(out: Tensor) -> Tensor:
     2.11, diffusers' Flux ends in an illegal access of memory.
     """
     if out.is_cuda and out.requires_grad:
-        out.register_hook(_tokens_first)
+        out.register_hook(tokens_first)
     return out
 
 
@@ -140,7 +141,7 @@ def cudnn_backward(
     op, state, keys = _op("_scaled_dot_product_cudnn_attention_backward"), _random_state(q), k.shape[2]
     k, v, bias = to_whole_tiles(k, v, bias)
     lse, sizes = lse.contiguous()[..., None], (None, None, q.shape[2], k.shape[2])
-    grad, out = _tokens_first(grad), _tokens_first(out)
+    grad, out = tokens_first(grad), tokens_first(out)
     dq, dk, dv = op(grad, q, k, v, out, lse, state, state, bias, *sizes, _OWN_PLANS, False, scale=scale)
     return dq, dk[:, :, :keys], dv[:, :, :keys]
 
@@ -161,7 +162,7 @@ def efficient_backward(
     lse = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=torch.inf).contiguous()
     wanted = [True, True, True, False]
     # In half precision the kernel reads some of them as if tokens came first in memory, however they lie.
-    grad, q, k, v, out = map(_tokens_first, (grad, q, k, v, out))
+    grad, q, k, v, out = map(tokens_first, (grad, q, k, v, out))
     dq, dk, dv, _ = op(grad, q, k, v, _expanded(bias, q), out, lse, state, state, 0.0, wanted, scale=scale)
     return dq, dk, dv
 
