@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from lightning_videoscale.attention import KERNELS
 from lightning_videoscale.attention.case import AttentionCase, AttentionKey, length_class
 from lightning_videoscale.attention.records import AttentionRecord
 from lightning_videoscale.attention.trial import Timing
@@ -39,3 +41,16 @@ def record(**milliseconds: float | tuple[float, float]) -> AttentionRecord:
 def key(queries: int, rows: int = 12, **changes: Any) -> AttentionKey:
     lengths = length_class(queries)
     return AttentionKey("cpu", "float32", 16, rows, lengths, lengths, False, False, False)._replace(**changes)
+
+
+def calls_of_math(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths of the queries that the kernel `math` is called with from here on."""
+    seen: list[int] = []
+
+    def counted(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        seen.append(q.shape[2])
+        return products.forward(q, *others)
+
+    products = KERNELS["math"]
+    monkeypatch.setitem(KERNELS, "math", products._replace(forward=counted))
+    return seen

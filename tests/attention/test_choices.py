@@ -157,12 +157,23 @@ def test_a_kernel_is_checked_against_float64(masked: bool) -> None:
         assert not exact_enough(check(wrong, case), right)
 
 
-def test_a_kernel_that_is_wrong_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def inexact(*arguments: Any) -> tuple[Tensor, Tensor]:
-        out, lse = KERNELS["math"].forward(*arguments)
-        return out * 1.001, lse
+def inexact(*arguments: Any) -> tuple[Tensor, Tensor]:
+    out, lse = KERNELS["math"].forward(*arguments)
+    return out * 1.001, lse
 
-    monkeypatch.setitem(KERNELS, "efficient", KERNELS["math"]._replace(name="efficient", forward=inexact))
+
+def broken(*arguments: Any) -> tuple[Tensor, Tensor]:
+    raise TypeError("unexpected keyword argument of another version")
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [(inexact, "errors of output"), (broken, "TypeError: unexpected keyword argument of another version")],
+)
+def test_a_kernel_that_is_wrong_or_fails_is_left_out_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forward: Any, reason: str
+) -> None:
+    monkeypatch.setitem(KERNELS, "efficient", KERNELS["math"]._replace(name="efficient", forward=forward))
     lines: list[str] = []
     choices = AttentionChoices(candidates=["efficient"], folder=tmp_path, log=lines.append)
     choices.prepare(CPU)
@@ -170,22 +181,7 @@ def test_a_kernel_that_is_wrong_is_not_offered(tmp_path: Path, monkeypatch: pyte
     choices.choose(case_of(q, k))
     choices.settle()
     assert [*choices.chosen.values()] == [SDPA]
-    assert "efficient: errors of output" in lines[-1]
-
-
-def test_a_kernel_that_fails_is_left_out_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: Any) -> tuple[Tensor, Tensor]:
-        raise TypeError("unexpected keyword argument of another version")
-
-    monkeypatch.setitem(KERNELS, "efficient", KERNELS["math"]._replace(name="efficient", forward=broken))
-    lines: list[str] = []
-    choices = AttentionChoices(candidates=["efficient"], folder=tmp_path, log=lines.append)
-    choices.prepare(CPU)
-    q, k, _ = tensors()
-    choices.choose(case_of(q, k))
-    choices.settle()
-    assert [*choices.chosen.values()] == [SDPA]
-    assert "efficient: TypeError: unexpected keyword argument of another version" in lines[-1]
+    assert f"efficient: {reason}" in lines[-1]
 
 
 # -- ranks ---------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from lightning_videoscale.injection import inject_fused_kernels
 from tests.distributed.families.harness import Case, run
 from tests.distributed.families.test_parity import FAMILIES
 from tests.models import gradient_error, tiny_wan
+from tests.models.test_fused_families import run as outputs_and_gradients
 
 SIZES: dict[str, Any] = {"frames": 2, "side": 3, "text": 5, "batch": 1}
 
@@ -22,13 +23,6 @@ SIZES: dict[str, Any] = {"frames": 2, "side": 3, "text": 5, "batch": 1}
 def model_and_inputs(family: str, **settings: Any) -> tuple[nn.Module, Mapping[str, Any]]:
     case = Case(family, settings=SIZES | settings, float32=True)
     return FAMILIES[family].model(case), FAMILIES[family].inputs(case, 0)
-
-
-def outputs_and_gradients(network: nn.Module, inputs: Mapping[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    network.zero_grad()
-    outputs, loss = run(network, inputs)
-    loss.backward()
-    return outputs, {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
 
 
 def assert_same(family: str, eager: nn.Module, fused: nn.Module, inputs: Mapping[str, Any], within: float) -> None:

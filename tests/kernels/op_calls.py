@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -82,3 +82,11 @@ def gradients(call: Call, tensors: dict[str, Tensor], under_autocast: bool = Fal
     leaves = [t for t in tensors.values() if t.requires_grad]
     with torch.autocast(outputs[0].device.type, dtype=torch.bfloat16, enabled=under_autocast):
         return list(torch.autograd.grad(outputs, leaves, cotangents))
+
+
+def assert_no_graph_break(function: Callable[..., Tensor], leaves: Sequence[Tensor]) -> None:
+    """Compiled whole, a function computes the same bits, and so do its gradients."""
+    results = function(*leaves), torch.compile(function, backend="aot_eager", fullgraph=True)(*leaves)
+    assert torch.equal(*results)
+    pairs = zip(*(torch.autograd.grad(y.square().sum(), leaves) for y in results), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)

@@ -57,3 +57,9 @@ def gradient_error(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -
         for name, r in reference.items()
     ]
     return float(torch.tensor(errors, dtype=torch.float64).max())  # which, unlike max(), is NaN where one of them is
+
+
+def distance(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """‖g - exact‖ / ‖exact‖ over all parameters together."""
+    off = torch.stack([(gradients[name] - g).norm() for name, g in exact.items()])
+    return float(off.norm() / torch.stack([g.norm() for g in exact.values()]).norm())

@@ -37,7 +37,7 @@ from tests.distributed.families.models import (
     wan,
     z_image,
 )
-from tests.models import gradient_error
+from tests.models import distance, gradient_error
 
 FAMILIES: dict[str, Family] = {
     **cogvideox.FAMILIES,
@@ -202,11 +202,6 @@ def half(model: nn.Module) -> nn.Module:
 
 ROUNDED_ONCE = ("mochi",)
 """Whose gates round less often than diffusers', so that outputs in half precision are nearer, and not the same."""
-
-
-def distance(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    off = torch.stack([(gradients[name] - g).norm() for name, g in exact.items()])
-    return float(off.norm() / torch.stack([g.norm() for g in exact.values()]).norm())
 
 
 @contextmanager

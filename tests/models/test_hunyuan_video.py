@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_videoscale.cost import TRANSFORMERS, TransformerFlops
 from lightning_videoscale.cost.geometry import GEOMETRIES
-from lightning_videoscale.families import known
 from lightning_videoscale.strategies.blocks import find_blocks
 from tests.distributed.families.harness import Case
 from tests.distributed.families.models.hunyuan_video import FAMILIES
+from tests.models import work
 
 NAMES = {
     "hunyuan_video": "hunyuanvideo",
@@ -40,12 +36,7 @@ def model(family: str, **settings: Any) -> nn.Module:
 
 
 def forward_flops(family: str, frames: int) -> int:
-    """Counted in the blocks."""
-    network, case = model(family), Case(family, settings={"frames": frames}, float32=True)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
-        network(**FAMILIES[family].inputs(case, 0))
-    counts = counter.get_flop_counts()
-    return sum(sum(counts[f"{type(network).__name__}.{path}"].values()) for path in find_blocks(network))
+    return work.forward_flops(FAMILIES[family], Case(family, settings={"frames": frames}, float32=True))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -70,8 +61,7 @@ def test_flops_are_those_of_the_blocks(family: str) -> None:
 def test_published_sizes(family: str) -> None:
     """The published models have the defaults of their classes."""
     cls = type(model(family))
-    defaults = {name: each.default for name, each in inspect.signature(cls.__init__).parameters.items()}
-    assert known("FLOPS", cls)(defaults) == TRANSFORMERS[NAMES[family]]
+    assert work.flops_of_defaults(cls, {}) == TRANSFORMERS[NAMES[family]]
 
 
 def test_tokens_of_a_clip() -> None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_videoscale.cost import TRANSFORMERS, TransformerFlops
 from lightning_videoscale.cost.geometry import GEOMETRIES
-from lightning_videoscale.families import known
 from lightning_videoscale.strategies.blocks import find_blocks
 from tests.distributed.families.harness import Case, Family
 from tests.distributed.families.models import chroma, flux, flux2, qwen_image, sd3, z_image
+from tests.models import work
 
 FAMILIES: dict[str, Family] = {
     **flux.FAMILIES,
@@ -42,13 +38,7 @@ def model(family: str, **settings: Any) -> nn.Module:
 
 
 def forward_flops(family: str, **settings: Any) -> int:
-    """Counted in the blocks."""
-    case = Case(family, settings={"side": 8} | settings, float32=True)
-    network = FAMILIES[family].model(case)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
-        network(**FAMILIES[family].inputs(case, 0))
-    counts = counter.get_flop_counts()
-    return sum(sum(counts[f"{type(network).__name__}.{path}"].values()) for path in find_blocks(network))
+    return work.forward_flops(FAMILIES[family], Case(family, settings={"side": 8} | settings, float32=True))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,8 +92,7 @@ def test_flops_of_samples_that_are_padded() -> None:
 def test_published_sizes(family: str, name: str, sizes: dict[str, Any]) -> None:
     """Those of the classes' defaults, and what diffusers' scripts of conversion say for others."""
     cls = type(model(family))
-    defaults = {name: each.default for name, each in inspect.signature(cls.__init__).parameters.items()}
-    assert known("FLOPS", cls)(defaults | sizes) == TRANSFORMERS[name]
+    assert work.flops_of_defaults(cls, sizes) == TRANSFORMERS[name]
 
 
 def test_a_second_attention_counts_as_a_layers() -> None:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_videoscale.cost import TRANSFORMERS, TransformerFlops
 from lightning_videoscale.cost.geometry import GEOMETRIES
-from lightning_videoscale.families import known
 from lightning_videoscale.strategies.blocks import find_blocks
 from tests.distributed.families.harness import Case, Family
 from tests.distributed.families.models import cogvideox, ltx
+from tests.models import work
 
 FAMILIES: dict[str, Family] = {**cogvideox.FAMILIES, **ltx.FAMILIES}
 
@@ -28,13 +24,9 @@ def model(family: str, **settings: Any) -> nn.Module:
 
 
 def forward_flops(family: str, frames: int) -> int:
-    """Counted in the blocks; a cross-attention's keys and values of text do not change with the video's length."""
-    settings = {"frames": frames, "face": False}
-    network, case = model(family, **settings), Case(family, settings=settings, float32=True)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
-        network(**FAMILIES[family].inputs(case, 0))
-    counts = counter.get_flop_counts()
-    return sum(sum(counts[f"{type(network).__name__}.{path}"].values()) for path in find_blocks(network))
+    """A cross-attention's keys and values of text do not change with the video's length."""
+    case = Case(family, settings={"frames": frames, "face": False}, float32=True)
+    return work.forward_flops(FAMILIES[family], case)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -64,8 +56,7 @@ def test_flops_are_those_of_the_blocks(family: str, text: int) -> None:
 def test_published_sizes(family: str, name: str, sizes: dict[str, int]) -> None:
     """Those of the classes' defaults, and what diffusers' scripts of conversion say for the larger CogVideoX."""
     cls = type(model(family))
-    defaults = {name: each.default for name, each in inspect.signature(cls.__init__).parameters.items()}
-    assert known("FLOPS", cls)(defaults | sizes) == TRANSFORMERS[name]
+    assert work.flops_of_defaults(cls, sizes) == TRANSFORMERS[name]
 
 
 def test_tokens_of_a_clip() -> None:

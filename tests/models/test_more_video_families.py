@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_videoscale.cost import TRANSFORMERS, TransformerFlops
 from lightning_videoscale.cost.geometry import GEOMETRIES
-from lightning_videoscale.families import known
 from lightning_videoscale.strategies.blocks import find_blocks
 from tests.distributed.families.harness import Case
 from tests.distributed.families.test_parity import FAMILIES
+from tests.models import work
 
 TEXT = {"mochi": 7, "cogview4": 7, "easyanimate": 7, "minimax_h3": 12, "motif_video": 7}
 """Tokens that attend together with the video's; elsewhere text enters by cross-attention."""
@@ -37,13 +33,8 @@ def model(family: str) -> nn.Module:
 
 
 def forward_flops(family: str, frames: int) -> int:
-    """Counted in the blocks."""
     case = Case(family, settings=SETTINGS.get(family, {}) | {"frames": frames, "batch": 1}, float32=True)
-    network = FAMILIES[family].model(case)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
-        network(**FAMILIES[family].inputs(case, 0))
-    counts = counter.get_flop_counts()
-    return sum(sum(counts[f"{type(network).__name__}.{path}"].values()) for path in find_blocks(network))
+    return work.forward_flops(FAMILIES[family], case)
 
 
 @pytest.mark.parametrize("family", [*TEXT, *ALONE])
@@ -83,8 +74,7 @@ def test_flops_are_those_of_the_blocks(family: str) -> None:
 def test_published_sizes(family: str, name: str, sizes: dict[str, int]) -> None:
     """Those of the classes' defaults, and what differs from them."""
     cls = type(model(family))
-    defaults = {name: each.default for name, each in inspect.signature(cls.__init__).parameters.items()}
-    assert known("FLOPS", cls)(defaults | sizes) == TRANSFORMERS[name]
+    assert work.flops_of_defaults(cls, sizes) == TRANSFORMERS[name]
 
 
 def test_tokens_of_a_clip() -> None:

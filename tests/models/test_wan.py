@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_videoscale.injection import inject_fused_kernels, source_hash
 from lightning_videoscale.injection.fused_block import fused_block_of
 from lightning_videoscale.models.wan import FUSED_BLOCKS
-from tests.models import gradient_error, lifted_float_casts, tiny_wan
+from tests.models import distance, gradient_error, lifted_float_casts, tiny_wan
 
 FRAMES, HEIGHT, WIDTH = 3, 4, 6
 TOKENS = FRAMES * (HEIGHT // 2) * (WIDTH // 2)
@@ -113,12 +113,6 @@ def test_same_output_to_the_bit_and_gradients_to_the_rounding(case: Case) -> Non
         fused_output, fused_gradients = run(model, inputs)
     assert torch.equal(fused_output, output)
     assert gradient_error(fused_gradients, gradients) < 1e-5
-
-
-def distance(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    """‖g - exact‖ / ‖exact‖ over all parameters together."""
-    off = torch.stack([(gradients[name] - g).norm() for name, g in exact.items()])
-    return float(off.norm() / torch.stack([g.norm() for g in exact.values()]).norm())
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_videoscale.attention import KERNELS, AttentionChoices
+from lightning_videoscale.attention import AttentionChoices
 from lightning_videoscale.attention.case import AttentionKey, length_class
 from lightning_videoscale.attention.records import AttentionRecord, RecordFile
 from lightning_videoscale.attention.trial import Timing
@@ -25,6 +25,7 @@ from lightning_videoscale.parallel import SequenceMesh, find_plan, parallelize
 from lightning_videoscale.parallel.chosen_attention import choose_attention
 from lightning_videoscale.strategies.compilation import compile_blocks
 from lightning_videoscale.undo import Undo
+from tests.attention.cases import calls_of_math
 from tests.distributed.pool import ProcessPool
 from tests.models import tiny_wan
 
@@ -51,16 +52,7 @@ def choose(model: nn.Module, backend: Any) -> Any:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lengths of the queries that the kernel `math` is called with."""
-    seen: list[int] = []
-
-    def counted(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        seen.append(q.shape[2])
-        return products.forward(q, *others)
-
-    products = KERNELS["math"]
-    monkeypatch.setitem(KERNELS, "math", products._replace(forward=counted))
-    return seen
+    return calls_of_math(monkeypatch)
 
 
 @pytest.mark.parametrize("fused", [False, True])

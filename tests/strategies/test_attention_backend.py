@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_videoscale.attention import KERNELS, choices
+from lightning_videoscale.attention import choices
 from lightning_videoscale.attention.records import SDPA
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy
+from tests.attention.cases import calls_of_math
 from tests.distributed.wan_training import RectifiedFlow
 from tests.strategies.fsdp2.training import clips, trainer
 
@@ -26,16 +26,7 @@ def fit(folder: Path, backend: Any = "auto", **kwargs: Any) -> SequenceParallelD
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lengths of the queries that the kernel `math` is called with."""
-    seen: list[int] = []
-
-    def counted(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-        seen.append(q.shape[2])
-        return products.forward(q, *others)
-
-    products = KERNELS["math"]
-    monkeypatch.setitem(KERNELS, "math", products._replace(forward=counted))
-    return seen
+    return calls_of_math(monkeypatch)
 
 
 def test_a_kernel_by_name_runs_in_training(tmp_path: Path, calls: list[int]) -> None:

@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 import pytest
 import torch
@@ -14,22 +13,15 @@ from torch import Tensor, nn
 
 from lightning_videoscale.attention import as_choices
 from lightning_videoscale.injection import inject_fused_kernels
-from lightning_videoscale.parallel import CollectiveTransport, SequenceMesh, parallelize
+from lightning_videoscale.parallel import SequenceMesh, parallelize
 from lightning_videoscale.parallel.context import SplitRecord
 from lightning_videoscale.strategies.blocks import checkpoint_activations
 from tests.distributed.families.models.hunyuan_video import SIZES, inputs
+from tests.distributed.parallel.test_biases import Counting
 from tests.distributed.pool import ProcessPool
 
 Ranks = Callable[[int], ProcessPool]
 mesh_of = cache(lambda: SequenceMesh.create("cpu", ulysses_size=2))
-
-
-class Counting(CollectiveTransport):
-    gathers = 0
-
-    def all_gather(self, *args: Any) -> Tensor:
-        self.gathers += 1
-        return super().all_gather(*args)
 
 
 def _model() -> nn.Module:

@@ -18,6 +18,7 @@ from lightning_videoscale.cli.export import export
 from lightning_videoscale.strategies.checkpoints.folder import CheckpointFolder
 from lightning_videoscale.strategies.checkpoints.frozen import LEFT_OUT
 from tests.distributed.pool import ProcessPool
+from tests.distributed.strategies.resuming import read
 from tests.distributed.zero import needs_deepspeed
 from tests.models import gradient_error, tiny_wan
 from tests.strategies.checkpoints.adapted import (
@@ -33,15 +34,6 @@ from tests.strategies.checkpoints.adapted import (
 from tests.strategies.checkpoints.checkpointing import message
 
 Ranks = Callable[[int], ProcessPool]
-
-
-def read(path: Path) -> dict[str, Tensor]:
-    """The weights of a checkpoint and all states of its optimizer."""
-    folder = CheckpointFolder(path)
-    found = {f"weights {name}": value for name, value in folder.tensors("state_dict").items()}
-    for name in folder.sections("optimizer_0"):
-        found |= {f"{key} {name}": value for key, value in folder.tensors("optimizer_0", name).items()}
-    return found
 
 
 def weights_in(path: Path) -> set[str]:
