@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Literal, Protocol, TypeVar, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch.distributed import ProcessGroup
 
 from lightning_videoscale.parallel.mesh import host_group
-
-_Batch = TypeVar("_Batch")
 
 
 @runtime_checkable
@@ -40,9 +38,6 @@ class DataParallelTopology(Protocol):
     def applies_loss_weight(self) -> bool:
         """Whether the strategy multiplies the loss by the batch's ``meta.loss_weight`` in its backward."""
 
-    def share_batch(self, batch: _Batch) -> _Batch:
-        """Returns the batch of the first rank of this sequence-parallel group, on every rank of the group."""
-
     def host_group(self, timeout: timedelta) -> AbstractContextManager[ProcessGroup]:
         """A gloo group of all ranks that nothing else uses, closed on leaving; collective over all ranks to enter."""
 
@@ -56,10 +51,6 @@ class PlainTopology:
     def __init__(self, strategy: Strategy) -> None:
         self.data_parallel_rank = strategy.global_rank if hasattr(strategy, "global_rank") else 0
         self.data_parallel_size = getattr(strategy, "world_size", 1)
-
-    def share_batch(self, batch: _Batch) -> _Batch:
-        """Returns the batch itself: nobody shares it."""
-        return batch
 
     def host_group(self, timeout: timedelta) -> AbstractContextManager[ProcessGroup]:
         """See `DataParallelTopology`."""

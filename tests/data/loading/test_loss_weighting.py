@@ -36,9 +36,6 @@ class WeighingStrategy(SingleDeviceStrategy):
 
     data_parallel_rank, data_parallel_size, sequence_parallel_size, applies_loss_weight = 0, 1, 1, True
 
-    def share_batch(self, batch: object) -> object:
-        return batch
-
     def host_group(self, timeout: timedelta) -> Any:
         return host_group(timeout)
 

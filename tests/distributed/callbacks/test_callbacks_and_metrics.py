@@ -27,9 +27,6 @@ class OneGroup(DDPStrategy):
 
     data_parallel_rank, data_parallel_size, sequence_parallel_size, applies_loss_weight = 0, 1, 2, True
 
-    def share_batch(self, batch: Any) -> Any:
-        return batch
-
     def host_group(self, timeout: timedelta) -> Any:
         return host_group(timeout)
 
