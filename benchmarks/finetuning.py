@@ -109,12 +109,10 @@ def train(name: str, tokens: int, options: argparse.Namespace) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__)
     parser.add_argument("--configs", nargs="+", default=list(CONFIGS), choices=list(CONFIGS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[32_760, 75_600], choices=list(SIZES))
     parser.add_argument("--steps", type=int, default=8, help="that count")
-    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     parser.add_argument("--tiny", action="store_true", help="try the script with a small model")
     options = parser.parse_args()
     commit = options.commit or provenance.commit()

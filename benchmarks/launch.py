@@ -18,6 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 _TASK, _RESULT = "VIDEOSCALE_BENCHMARK_TASK", "VIDEOSCALE_BENCHMARK_RESULT"
 
 
@@ -27,6 +30,15 @@ def task_of_worker() -> dict[str, Any] | None:
         return None
     task: dict[str, Any] = json.loads(Path(os.environ[_TASK]).read_text())
     return task
+
+
+def join_ranks(on_gpus: bool) -> torch.device:
+    """This rank's device, under torchrun; all ranks are then one group, over NCCL or, on CPUs, over gloo."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None)
+    return device
 
 
 def say(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import subprocess
@@ -18,6 +19,16 @@ from benchmarks.measured_code import fingerprint
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("lightning", "diffusers", "triton", "deepspeed", "flash-attn-4", "numpy", "pyarrow", "av", "webdataset")
+
+
+def parser(
+    description: str | None, output: str = "file to write; left out, one under benchmarks/results"
+) -> argparse.ArgumentParser:
+    """A benchmark's command line, which all of them have: the file to write, and the commit that is measured."""
+    line = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    line.add_argument("--output", type=Path, help=output)
+    line.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
+    return line
 
 
 def commit() -> str:

@@ -19,7 +19,6 @@ that an earlier call has left; ``call`` says which rows are of one. ``--tiny`` t
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -169,7 +168,7 @@ def rows_of(runs: list[Row]) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__)
     parser.add_argument("--shapes", type=Path, required=True, help="table of clips")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=10, help="of Wan-1.3B's 30")
@@ -179,8 +178,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.2, help="per shape of the cost model's measurement")
     parser.add_argument("--samples", type=int, default=1000, help="draws of the mix, before long ones are left out")
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs: nothing to publish")
-    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     options = parser.parse_args()
     commit = options.commit or provenance.commit()
     output = (options.output or provenance.path("suite", "today")).absolute()

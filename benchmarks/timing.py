@@ -32,7 +32,15 @@ class Times:
 
     def over(self, other: Times) -> float:
         """Median of the ratios round by round, in which what changes slowly (clocks, heat) cancels."""
-        return statistics.median(mine / theirs for mine, theirs in zip(self.rounds, other.rounds, strict=True))
+        return statistics.median(self._ratios(other))
+
+    def spread_over(self, other: Times) -> dict[str, float]:
+        """Median and spread of these ratios: how many times as long it takes as the other."""
+        ratios = self._ratios(other)
+        return {name: round(of(ratios), 4) for name, of in (("median", statistics.median), ("min", min), ("max", max))}
+
+    def _ratios(self, other: Times) -> list[float]:
+        return [mine / theirs for mine, theirs in zip(self.rounds, other.rounds, strict=True)]
 
 
 def alternate(

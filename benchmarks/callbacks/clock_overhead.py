@@ -21,7 +21,6 @@ model. Takes two minutes a strategy on an H200.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
@@ -258,15 +257,13 @@ def _rounded(factor: float, *values: float) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__)
     parser.add_argument("--frames", type=int, default=21, help="latent frames of a clip, 1560 tokens each")
     parser.add_argument("--pairs", type=int, default=24, help="of blocks of steps")
     parser.add_argument("--steps", type=int, default=4, help=f"of a block, of which {SETTLING} does not count")
     parser.add_argument("--reports", type=int, default=8)
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=list(STRATEGIES))
     parser.add_argument("--tiny", action="store_true", help="a model of two layers, on a CPU too: tries the script")
-    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     options = parser.parse_args()
     commit = "not measured" if options.tiny else options.commit or provenance.commit()
     output = options.output or provenance.path("callbacks", "clock_overhead")

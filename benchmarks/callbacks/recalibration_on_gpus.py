@@ -16,7 +16,6 @@ oracle's there is that of how many samples of the longest length the budgets hav
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -173,13 +172,11 @@ def row_of(result: dict[str, Any], longest: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__, output="file to write")
     parser.add_argument("--shapes", type=Path, required=True, help="table of clips")
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--layers", type=int, default=LAYERS, help="of Wan-1.3B's 30")
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs: nothing to publish")
-    parser.add_argument("--output", type=Path, help="file to write")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     options = parser.parse_args()
     commit = options.commit or provenance.commit()
     shapes = mix(options.shapes, SAMPLES // 4 if options.tiny else SAMPLES, options.tiny)

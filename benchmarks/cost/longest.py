@@ -19,7 +19,6 @@ predicted.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -189,13 +188,11 @@ def rows_of(cells: list[Cell], **task: Any) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__, output="file to write, or to go on with")
     parser.add_argument("--layers", type=int, default=10, help="of Wan-1.3B's 30")
     parser.add_argument("--cap-gib", type=float, default=20.0, help="that a process may take")
     parser.add_argument("--cells", type=int, nargs="+", default=list(range(len(CELLS))), help="their numbers, from 0")
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs: nothing to publish")
-    parser.add_argument("--output", type=Path, help="file to write, or to go on with")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     options = parser.parse_args()
     commit = options.commit or provenance.commit()
     output = options.output or provenance.path("cost", "longest")

@@ -12,7 +12,6 @@ nothing is measured: the rows of a result are fitted anew, on any machine, and t
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -142,14 +141,12 @@ def refit(file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__)
     parser.add_argument("--shapes", type=Path, help="table of clips; needed but for --tiny")
     parser.add_argument("--max-shapes", type=int, default=8, help="sequence lengths")
     parser.add_argument("--seconds", type=float, default=0.5, help="per cell, beside its first run")
     parser.add_argument("--tiny", action="store_true", help="dry run on a CPU: nothing to publish")
     parser.add_argument("--matrix", type=Path, help="where to write the matrix; left out, beside the result")
-    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     parser.add_argument("--refit", type=Path, metavar="RESULT", help="fit what this file holds, and write it again")
     options = parser.parse_args()
     if options.refit is not None:

@@ -10,7 +10,6 @@ multiple of the longest sample's time: what is left of it is less than a sample,
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from pathlib import Path
@@ -50,13 +49,11 @@ def measured(cells: list[Cell], module: RectifiedFlow, tiny: bool, seconds: floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__)
     parser.add_argument("--layers", type=int, default=10, help="of the 30 of Wan-1.3B")
     parser.add_argument("--target", type=float, default=4.0, help="in times of the longest sample")
     parser.add_argument("--seconds", type=float, default=0.5, help="per cell, beside its first run")
     parser.add_argument("--tiny", action="store_true", help="dry run on a CPU: nothing to publish")
-    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     options = parser.parse_args()
     commit = options.commit or provenance.commit()
     model = TINY_WAN if options.tiny else WAN_1_3B | {"num_layers": options.layers}

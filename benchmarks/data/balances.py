@@ -263,7 +263,7 @@ def shards_of_draw(folder: Path, clips: Clips, draw: int, options: argparse.Name
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__, output="file to write, or to go on with")
     parser.add_argument("--shapes", type=Path, required=True, help="table of clips")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--strategy", choices=list(STRATEGIES), default="ulysses_ddp")
@@ -284,8 +284,6 @@ def main() -> None:
     parser.add_argument("--reports", type=Path, help="folder for the report of each run")
     parser.add_argument("--seconds", type=float, default=0.3, help="per shape of the cost model's measurement")
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs: nothing to publish")
-    parser.add_argument("--output", type=Path, help="file to write, or to go on with")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     options = parser.parse_args()
     options.longest_cost = max(options.longest, options.longest_cost or 0)
     if len(options.steps) != len(options.micro_batches):

@@ -21,7 +21,6 @@ file let pairs of GPUs make some of the runs each. `learning_curves.judge` says 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -206,7 +205,7 @@ def show(output: Path, commit: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__, output="file to write, or to go on with")
     parser.add_argument("--prepare", type=Path, help="write the clips into this folder, and end")
     parser.add_argument("--clips", type=int, default=180, help="to train on, that are prepared")
     parser.add_argument("--side", type=int, default=112, help="typical side of them in pixels")
@@ -219,8 +218,6 @@ def main() -> None:
     parser.add_argument("--normalization", choices=["epoch", "step"], default="epoch", help="of the samples' weights")
     parser.add_argument("--runs", type=int, nargs="*", help="numbers of the runs to make, from 0; left out, all")
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs: nothing to publish")
-    parser.add_argument("--output", type=Path, help="file to write, or to go on with")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     options = parser.parse_args()
     if options.prepare is not None:
         prepare(options.prepare, options.clips, options.side)

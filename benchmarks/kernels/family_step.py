@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
-from benchmarks.kernels.wan_step import ATTENTION, DEVICE, breakdown, free_cache, ratios, variant
+from benchmarks.kernels.wan_step import ATTENTION, DEVICE, breakdown, free_cache, variant
 from benchmarks.timing import alternate
 
 MODES = ("eager", "compiled", "fused", "fused, compiled")
@@ -200,7 +200,7 @@ def times(steps: Mapping[str, Callable[[], None]], rounds: int, repeats: int) ->
         mode: {
             "median_ms": round(mine.median, 2),
             "rounds_ms": [round(ms, 2) for ms in mine.rounds],
-            "speedup_over": {other: ratios(found[other], mine) for other in steps if other != mode},
+            "speedup_over": {other: found[other].spread_over(mine) for other in steps if other != mode},
         }
         for mode, mine in found.items()
     }
@@ -224,13 +224,11 @@ def measure(name: str, options: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(FAMILIES), help="the first words of their names")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--rounds", type=int, default=8, help="turns of every mode")
     parser.add_argument("--repeats", type=int, default=3, help="timed steps in a turn, after one that is not")
-    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     parser.add_argument("--tiny", action="store_true", help="try the script with small models")
     options = parser.parse_args()
     commit = options.commit or provenance.commit()

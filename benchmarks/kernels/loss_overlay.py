@@ -9,7 +9,6 @@ stands for the families that attend to text and video together.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -93,12 +92,10 @@ def train(model: str, fused: bool, precision: str, steps: int, tiny: bool) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--tiny", action="store_true", help="dry run on a CPU: another, tiny model; nothing to publish")
-    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     arguments = parser.parse_args()
     commit = arguments.commit or provenance.commit()
     rows: list[dict[str, Any]] = []

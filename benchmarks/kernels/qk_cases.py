@@ -1,8 +1,7 @@
-"""Problems of qk_norm_rope, what each must move, and a clock."""
+"""Problems of qk_norm_rope, and what each must move."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -111,30 +110,3 @@ def largest_error(got: list[Tensor], expected: list[Tensor]) -> float:
     """Of all tensors, relative in the L2 norm; NaN counts as infinite."""
     errors = [float((g.double() - e).norm() / e.norm()) for g, e in zip(got, expected, strict=True)]
     return max(error if error == error else float("inf") for error in errors)
-
-
-class Clock:
-    """Times by events, L2 flushed before each repeat, the device held back until the host has enqueued everything."""
-
-    def __init__(self) -> None:
-        self._flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-
-    def __call__(self, run: Callable[[], object], repeats: int) -> float:
-        """Microseconds, the median."""
-        for _ in range(3):
-            run()
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-        for begin, end in events:
-            self._flush.zero_()
-            torch.cuda._sleep(400_000)
-            begin.record()
-            run()
-            end.record()
-        torch.cuda.synchronize()
-        return 1e3 * statistics.median(begin.elapsed_time(end) for begin, end in events)
-
-    def copy(self, bytes_: int, repeats: int) -> float:
-        """Microseconds of a copy that reads and writes ``bytes_`` together."""
-        source = torch.randint(0, 255, (bytes_ // 2,), dtype=torch.uint8, device="cuda")
-        target = torch.empty_like(source)
-        return self(lambda: target.copy_(source), repeats)

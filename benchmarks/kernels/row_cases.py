@@ -117,9 +117,14 @@ def poison(bytes_: int) -> None:
 
 
 class Clock:
-    """Times by events, with L2 flushed before each repeat."""
+    """Times by events, with L2 flushed before each repeat.
 
-    def __init__(self) -> None:
+    Args:
+        held_back: Whether the device waits, at each repeat, until the host has enqueued everything.
+    """
+
+    def __init__(self, held_back: bool = False) -> None:
+        self._held_back = held_back
         self._flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
 
     def __call__(self, run: Callable[[], object], repeats: int) -> float:
@@ -129,6 +134,8 @@ class Clock:
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
         for begin, end in events:
             self._flush.zero_()
+            if self._held_back:
+                torch.cuda._sleep(400_000)
             begin.record()
             run()
             end.record()

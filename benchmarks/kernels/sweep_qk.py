@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.qk_cases import Clock, Problem, exact, largest_error, runner
-from benchmarks.kernels.row_cases import poison
+from benchmarks.kernels.qk_cases import Problem, exact, largest_error, runner
+from benchmarks.kernels.row_cases import Clock, poison
 from benchmarks.kernels.sweep_rows import Watchdog, compile_one
 from lightning_videoscale.kernels.cuda.head_kernels import HeadKernels, constants, stage_bytes, together, vectors
 from lightning_videoscale.kernels.cuda.head_tuning import HeadTuning, tuning_for
@@ -157,7 +157,7 @@ def sweep(sizes: Sequence[str], arch: str, deadline: float, output: Path) -> Non
     work = [(variant(*case), tuning) for case in cases for tuning in candidates(variant(*case))]
     compiled = compile_all(work, arch, begun + 0.4 * (deadline - begun))
     print(f"compiled {len(compiled)} of {len(work)} launches in {time.monotonic() - begun:.0f} s", flush=True)
-    watchdog, clock, rows, table = Watchdog(40), Clock(), list[dict[str, Any]](), []
+    watchdog, clock, rows, table = Watchdog(40), Clock(held_back=True), list[dict[str, Any]](), []
     check_families(watchdog)
     for number, (name, direction) in enumerate(cases):
         mine = [tuning for made, tuning in compiled if made == variant(name, direction)]

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
 from benchmarks.gpu_state import GpuState
-from benchmarks.timing import Times, alternate
+from benchmarks.timing import alternate
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.kernels.backend import BackendName
 from lightning_videoscale.strategies.compilation import compile_blocks
@@ -151,17 +151,11 @@ def time_in_turns(modes: dict[str, nn.Module], size: Latents, rounds: int, repea
             "min_ms": round(min(mine.rounds), 1),
             "max_ms": round(max(mine.rounds), 1),
             "rounds_ms": [round(ms, 1) for ms in mine.rounds],
-            "speedup_over": {other: ratios(times[other], mine) for other in modes if other != mode},
+            "speedup_over": {other: times[other].spread_over(mine) for other in modes if other != mode},
             "gpu": gpu.turns.get(mode, []),
         }
         for mode, mine in times.items()
     }
-
-
-def ratios(other: Times, mine: Times) -> dict[str, float]:
-    """How many times as long the other takes: median and spread of the rounds' ratios."""
-    by_round = [theirs / ours for theirs, ours in zip(other.rounds, mine.rounds, strict=True)]
-    return {"median": round(other.over(mine), 4), "min": round(min(by_round), 4), "max": round(max(by_round), 4)}
 
 
 def breakdown(one_step: Callable[[], None], digits: int) -> Row:
@@ -237,7 +231,7 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[tuple[list[Row],
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--backend", default="auto")
@@ -245,8 +239,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help="turns of every mode")
     parser.add_argument("--repeats", type=int, default=2, help="timed steps in a turn, after one that is not")
     parser.add_argument("--peaks", type=int, nargs="*", default=FRAMES_OF_PEAKS, help="frames; none: times only")
-    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     parser.add_argument("--tiny", action="store_true", help="try the script with a small model")
     options = parser.parse_args()
     commit = options.commit or provenance.commit()

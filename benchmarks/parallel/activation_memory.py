@@ -12,7 +12,6 @@ a step at that length is short, a last run tries it, with the process held to th
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import sys
@@ -239,11 +238,9 @@ def _same(row: dict[str, Any], line: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__)
     parser.add_argument("--cap-gib", type=float, default=40.0)
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs, where nothing is measured")
-    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     arguments = parser.parse_args()
     commit = arguments.commit or provenance.commit()
     rows: list[dict[str, Any]] = []

@@ -10,8 +10,6 @@ alone, on the host. What a training pays is the sum: counting in every step, com
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -28,7 +26,7 @@ from diffusers import WanTransformer3DModel
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
-from benchmarks.launch import say
+from benchmarks.launch import join_ranks, say
 from benchmarks.timing import alternate
 from benchmarks.wan_training import TINY_WAN, WAN_1_3B
 from lightning_videoscale.parallel import Agreement, CollectiveTransport, SequenceMesh, parallelize, rank_agreement
@@ -122,18 +120,12 @@ def measure(training: Training, frames: int, shape: tuple[int, int, int], rounds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__)
     parser.add_argument("--frames", type=int, nargs="+", default=[1, 5, 21], help="latent frames, 1560 tokens each")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--tiny", action="store_true", help="a model of one layer and small clips, on CPUs too")
-    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     options = parser.parse_args()
-    on_gpus = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
-    if on_gpus:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None)
+    device = join_ranks(torch.cuda.is_available())
     first = dist.get_rank() == 0
     commit = (options.commit or provenance.commit()) if first else ""
     output = options.output or provenance.path("parallel", "agreement")

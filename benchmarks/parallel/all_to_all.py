@@ -11,8 +11,6 @@ over the ranks. "Sent" counts what leaves a GPU, so (N - 1) / N of the message.
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -26,6 +24,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
+from benchmarks.launch import join_ranks
 from lightning_videoscale.parallel import SequenceMesh
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
 
@@ -92,13 +91,9 @@ def measure(mesh: SequenceMesh, transport: SymmetricTransport) -> list[dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
+    parser = provenance.parser(__doc__)
     arguments = parser.parse_args()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    device = join_ranks(on_gpus=True)
     mesh = SequenceMesh.create("cuda", ulysses_size=dist.get_world_size())
     commit = (arguments.commit or provenance.commit()) if mesh.ulysses.rank == 0 else ""
     transport = SymmetricTransport.create(mesh, device, timedelta(seconds=60))

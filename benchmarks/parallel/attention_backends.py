@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
-from benchmarks.timing import Times, alternate
+from benchmarks.timing import alternate
 from lightning_videoscale.attention import KERNELS, AttentionChoices, attention
 from lightning_videoscale.attention.case import AttentionCase
+from lightning_videoscale.compat.names import installed_version
 
 HEADS = (3, 5, 12, 24, 40)
 LENGTHS = (8_192, 16_384, 32_760, 75_600)
@@ -88,7 +88,7 @@ def measure_attention(choices: AttentionChoices, heads: int, length: int, option
         "heads": heads,
         "tokens": length,
         "chosen": ask(choices, heads, length),
-        "sdpa_over_auto": ratios(times["sdpa"], times["auto"]),
+        "sdpa_over_auto": times["sdpa"].spread_over(times["auto"]),
         **{f"{name}_ms": round(mine.median, 3) for name, mine in times.items()},
         "difference_from_sdpa": {name: float(f"{error:.2e}") for name, error in differences.items()},
     }
@@ -144,18 +144,8 @@ def measure_step(choices: AttentionChoices, options: argparse.Namespace) -> Row:
         "layers": config["num_layers"],
         "tokens": size.tokens,
         "chosen": ask(choices, config["num_attention_heads"], size.tokens),
-        "auto_over_sdpa": ratios(times["auto"], times["sdpa"]),
+        "auto_over_sdpa": times["auto"].spread_over(times["sdpa"]),
         **{f"{name}_ms": round(mine.median, 2) for name, mine in times.items()},
-    }
-
-
-def ratios(numerator: Times, denominator: Times) -> dict[str, float]:
-    """Median and spread of the rounds' ratios."""
-    by_round = [mine / theirs for mine, theirs in zip(numerator.rounds, denominator.rounds, strict=True)]
-    return {
-        "median": round(numerator.over(denominator), 4),
-        "min": round(min(by_round), 4),
-        "max": round(max(by_round), 4),
     }
 
 
@@ -163,23 +153,14 @@ def relative(x: Tensor, other: Tensor) -> float:
     return float((x.float() - other.float()).norm() / other.float().norm())
 
 
-def installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__)
     parser.add_argument("--heads", type=int, nargs="+", default=HEADS)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--named", nargs="*", default=[], choices=list(KERNELS), help="kernels to time beside")
     parser.add_argument("--layers", type=int, default=30, help="of Wan-1.3B; 0: no step")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every variant")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs in a turn, after one that is not")
-    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     parser.add_argument("--tiny", action="store_true", help="try the script with small shapes")
     options = parser.parse_args()
     commit = options.commit or provenance.commit()
@@ -210,7 +191,9 @@ def main() -> None:
             "rounds": options.rounds,
             "repeats": options.repeats,
             "tiny": options.tiny,
-            "packages": {name: installed(name) for name in ("flash-attn-4", "flash-attn", "nvidia-cutlass-dsl")},
+            "packages": {
+                name: installed_version(name) for name in ("flash-attn-4", "flash-attn", "nvidia-cutlass-dsl")
+            },
             "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
             "seconds_of_choosing": seconds,
             "log": lines,

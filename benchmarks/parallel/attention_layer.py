@@ -10,14 +10,11 @@ ours. See `baselines` for how the others are called.
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +27,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
+from benchmarks.launch import join_ranks
 from benchmarks.parallel import baselines
 from benchmarks.parallel.baselines import Attention
 from benchmarks.timing import Times, alternate
+from lightning_videoscale.compat.names import installed_version
 from lightning_videoscale.parallel import CollectiveTransport, SequenceMesh, Transport, sequence_parallel_attention
 from lightning_videoscale.parallel.transport.symmetric import SymmetricTransport
 
@@ -176,24 +175,12 @@ def largest(value: float, device: torch.device) -> float:
     return x.item()
 
 
-def installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs with gloo at other, tiny shapes")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     arguments = parser.parse_args()
-    device = torch.device("cpu") if arguments.tiny else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if arguments.tiny else "nccl", device_id=None if arguments.tiny else device)
+    device = join_ranks(not arguments.tiny)
     first = dist.get_rank() == 0
     commit = (arguments.commit or provenance.commit()) if first else ""
     models, lengths = ({"tiny": (8, 16)}, (32,)) if arguments.tiny else (MODELS, LENGTHS)
@@ -219,8 +206,8 @@ def main() -> None:
             "warmup": WARM_UP,
             "repeats": REPEATS,
             "rounds": arguments.rounds,
-            "yunchang": installed("yunchang"),
-            "diffusers": installed("diffusers"),
+            "yunchang": installed_version("yunchang"),
+            "diffusers": installed_version("diffusers"),
         }
         output = arguments.output or provenance.path("parallel", "attention_layer")
         provenance.write(output, "parallel/attention_layer", commit, settings, rows)

@@ -203,13 +203,11 @@ def row_of(name: str, times: Times, base: Times) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(LATENTS), choices=list(LATENTS))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--repeats", type=int, default=REPEATS, help="steps of each way in a round")
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs with gloo and a small model")
-    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     options = parser.parse_args()
     commit = options.commit or provenance.commit()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if CUDA else torch.device("cpu")

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -26,7 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -35,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import provenance
 from benchmarks.kernels.family_step import FAMILIES, Family, Inputs, latent, named, network, step
 from benchmarks.kernels.wan_step import DEVICE, free_cache, variant
+from benchmarks.launch import join_ranks
 from benchmarks.timing import Times, alternate
 from lightning_videoscale.parallel import Axis, CollectiveTransport, SequenceMesh, Transport, parallelize
 from lightning_videoscale.parallel.schedules import PENDING, ScheduleName
@@ -149,19 +148,14 @@ def rows_of(taken: Mapping[str, Times], cell: Row, family: Family) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(FAMILIES), help="the first words of their names")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every variant")
     parser.add_argument("--repeats", type=int, default=2, help="timed steps in a turn, after one that is not")
-    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     parser.add_argument("--tiny", action="store_true", help="try the script with small models")
     options = parser.parse_args()
     cuda = DEVICE.type == "cuda"
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else DEVICE
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    device = join_ranks(cuda)
     first = dist.get_rank() == 0
     commit = (options.commit or provenance.commit()) if first else ""
     output = options.output or provenance.path("parallel", "family_split")

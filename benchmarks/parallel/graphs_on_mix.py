@@ -12,7 +12,6 @@ captured.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import sys
@@ -142,7 +141,7 @@ def measure(shards: dict[str, str], **task: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__)
     parser.add_argument("--shapes", type=Path, required=True, help="table of clips")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--ulysses", type=int, default=1, help="ranks that share a clip")
@@ -153,8 +152,6 @@ def main() -> None:
     parser.add_argument("--longest", type=int, nargs=2, default=[1_560, 75_600], help="tokens of a sample, of each mix")
     parser.add_argument("--m-mem", type=float, default=1.0, help="tokens of a micro-batch, over the longest sample's")
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs: nothing to publish")
-    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     options = parser.parse_args()
     commit = options.commit or provenance.commit()
     output = (options.output or provenance.path("parallel", "graphs_on_mix")).absolute()

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +33,7 @@ from scipy.optimize import least_squares
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
+from benchmarks.launch import join_ranks
 from benchmarks.parallel.attention_layer import Layer, largest
 from benchmarks.timing import alternate
 from lightning_videoscale.attention import AttentionChoices
@@ -182,10 +182,7 @@ def show(rows: list[Row]) -> None:
 
 def run(options: argparse.Namespace) -> None:
     begin = time.perf_counter()
-    device = torch.device("cpu") if options.tiny else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if options.tiny else "nccl", device_id=None if options.tiny else device)
+    device = join_ranks(not options.tiny)
     first, world = dist.get_rank() == 0, dist.get_world_size()
     commit = (options.commit or provenance.commit()) if first else ""
     dim, lengths = (16, (64, 96)) if options.tiny else (DIM, options.lengths)
@@ -231,15 +228,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__)
     parser.add_argument("--heads", type=int, nargs="+", default=HEADS)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--fit", action="store_true", help="fit the constants of this machine too")
     parser.add_argument("--fit-from", type=Path, nargs="+", help="result files to fit to; nothing is measured")
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs with gloo at other, tiny shapes")
-    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     options = parser.parse_args()
     if options.fit_from:
         rows = [row for file in options.fit_from for row in json.loads(file.read_text())["rows"]]

@@ -8,7 +8,6 @@ in float32 shows by how much the rounding of bfloat16 alone moves the curve.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import sys
@@ -138,11 +137,9 @@ def compare(losses: list[float], reference: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs: another, tiny model; nothing to publish")
-    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     arguments = parser.parse_args()
     commit = arguments.commit or provenance.commit()
     rows: list[dict[str, Any]] = []

@@ -12,7 +12,6 @@ which values above one are noise. ``--tiny`` tries the script on whatever device
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -87,14 +86,12 @@ def measure(message: Message, rounds: int, repeats: int) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__)
     parser.add_argument("--heads", type=int, nargs="+", default=[12, 24, 40])
     parser.add_argument("--tokens", type=int, nargs="+", default=[2_048, 8_192, 32_768], help="of a rank")
     parser.add_argument("--samples", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     parser.add_argument("--tiny", action="store_true", help="try the script with small messages")
     options = parser.parse_args()
     commit = options.commit or provenance.commit()

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -41,6 +40,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import provenance
+from benchmarks.launch import join_ranks
 from benchmarks.timing import Times, alternate
 from lightning_videoscale.attention import AttentionChoices
 from lightning_videoscale.attention.dispatch import attention
@@ -326,19 +326,14 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs with gloo at other, tiny shapes")
     parser.add_argument("--cells", type=int, nargs="*", help="which of the cells, by number; all if left out")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--seconds", type=float, default=1.0, help="that each variant is timed for, at least")
     parser.add_argument("--graphs", action="store_true", help="run everything as CUDA graphs, on GPUs")
-    parser.add_argument("--output", type=Path, help="file to write; left out, one under benchmarks/results")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     arguments = parser.parse_args()
-    device = torch.device("cpu") if arguments.tiny else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if arguments.tiny else "nccl", device_id=None if arguments.tiny else device)
+    device = join_ranks(not arguments.tiny)
     first = dist.get_rank() == 0
     commit = (arguments.commit or provenance.commit()) if first else ""
     mesh = SequenceMesh.create(device.type, ulysses_size=dist.get_world_size())

@@ -233,7 +233,7 @@ def _slowest(times: list[float]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__, output="file to write or to go on with; left out, one of our results")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4_680, 14_040, 32_760], choices=list(FRAMES))
     parser.add_argument("--models", nargs="+", default=["wan-1.3b"], choices=list(MODELS))
     parser.add_argument("--modes", nargs="+", default=["eager", "graphs"], choices=list(MODES))
@@ -245,8 +245,6 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=5, help="steps of a cell before; graphs are captured by three")
     parser.add_argument("--warm-up-split", type=int, help="the same where GPUs share a clip; left out, as many")
     parser.add_argument("--steps", type=int, default=12, help="that count, of each cell")
-    parser.add_argument("--output", type=Path, help="file to write or to go on with; left out, one of our results")
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     parser.add_argument("--tiny", action="store_true", help="try the script with a small model")
     options = parser.parse_args()
     if options.tiny:

@@ -11,7 +11,6 @@ back first. The strategies expand segments where the environment does not say ot
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
@@ -101,7 +100,7 @@ def cells_of(shapes: Path, samples: int, count: int, tokens: int, tiny: bool) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__)
     parser.add_argument("--shapes", type=Path, required=True, help="table of clips")
     parser.add_argument("--layers", type=int, default=10, help="of Wan-1.3B's 30")
     parser.add_argument("--cap-gib", type=float, default=20.0, help="that a process may take")
@@ -110,8 +109,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often each comes")
     parser.add_argument("--runs", type=int, default=2, help="of each variant, in turns")
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs: nothing to publish")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     options = parser.parse_args()
     commit = options.commit or provenance.commit()
     config = TINY_WAN if options.tiny else WAN_1_3B | {"num_layers": options.layers}

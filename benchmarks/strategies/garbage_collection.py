@@ -9,7 +9,6 @@ strategies collect. ``compute_cv`` is std / mean of the ranks' compute times in 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
@@ -112,13 +111,11 @@ def rows_of(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60, help="that count, of each run")
     parser.add_argument("--warm-up", type=int, default=65)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     options = parser.parse_args()
     tiny = not torch.cuda.is_available()
     task = {"config": TINY_WAN | {"num_layers": 30} if tiny else WAN_1_3B | {"num_layers": 10}, "tiny": tiny}

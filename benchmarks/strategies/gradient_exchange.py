@@ -21,7 +21,6 @@ takes what the slowest rank does. ``--tiny`` tries the script on CPUs.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
@@ -208,14 +207,12 @@ def row_of(way: str, taken: dict[str, list[list[float]]]) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = provenance.parser(__doc__)
     parser.add_argument("--layers", type=int, default=8, help="of Wan-1.3B's 30")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--bucket-mb", type=int, default=25, help="of DDP, whose own default is this")
     parser.add_argument("--cases", nargs="+", default=list(WIDTHS), choices=list(WIDTHS))
     parser.add_argument("--tiny", action="store_true", help="dry run on CPUs: nothing to publish")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--commit", help="the commit that is measured, where the folder is no git checkout")
     options = parser.parse_args()
     config = TINY_WAN if options.tiny else WAN_1_3B | {"num_layers": options.layers}
     settings = {"model": config, "rounds": options.rounds, "dry_run": options.tiny, "max_ctas": MAX_CTAS}
