@@ -41,6 +41,19 @@ LONGEST = (
 )
 """Files that run first where several run at a time: one that is left for last would run alone."""
 
+QUIET = {
+    "tests/callbacks": (
+        "ignore:The 'train_dataloader' does not have many workers",
+        "ignore:The number of training batches",
+        "ignore:GPU available but not used",
+    ),
+    "tests/data": (
+        "ignore:The number of training batches",
+        "ignore:You defined a `validation_step` but have no `val_dataloader`",
+    ),
+}
+"""By folder, advice of Lightning's that says nothing about its tests."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     # With `=`: pytest would take a folder that stands alone for one of ours, before it knows this option.
@@ -61,6 +74,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for folder, messages in QUIET.items():
+            if folder in item.path.as_posix():
+                for message in messages:
+                    item.add_marker(pytest.mark.filterwarnings(message))
     if "PYTEST_XDIST_WORKER" in os.environ:
         places = {name: place for place, name in enumerate(LONGEST)}
         items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
