@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from lightning_videoscale.cli import main
 from tests.newcomer import blocks, commands, make_newcomers_folder, replaced
+from tests.test_docs import results as rows
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -61,11 +61,6 @@ def test_from_ten_videos_to_a_sample_of_the_exported_adapter(folder: Path, monke
             videoscale(command)
     with av.open(str(folder / "sample.mp4")) as sample:
         assert [(frame.height, frame.width) for frame in sample.decode(video=0)] == [(32, 48)] * 5
-
-
-def rows(name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
-    return found
 
 
 def longest(peaks: list[dict[str, Any]]) -> float:

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_videoscale.kernels import qkv_linear
 from tests.kernels.gelu_cases import draw
+from tests.kernels.test_qkv_linear import ours, theirs
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-def ours(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-    return qkv_linear(x, parameters[:3], parameters[3:])  # type: ignore[arg-type]
-
-
-def theirs(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-    return tuple(F.linear(x, w, b) for w, b in zip(parameters[:3], parameters[3:], strict=True))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
