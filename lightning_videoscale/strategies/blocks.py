@@ -6,7 +6,7 @@ import copy
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -17,6 +17,8 @@ from lightning_videoscale.compat.patching import patch
 from lightning_videoscale.families import known
 from lightning_videoscale.parallel.plan import matching_modules
 from lightning_videoscale.undo import Undo
+
+_OfBlock = Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]  # of a block, and of its forward
 
 
 def find_blocks(network: nn.Module) -> dict[str, nn.Module]:
@@ -89,31 +91,61 @@ def checkpoint_activations(network: nn.Module, share: float = 1.0) -> Undo:
     return replace_forwards(blocks[: math.ceil(round(share * len(blocks), 6))], _checkpointed)
 
 
-def replace_forwards(blocks: Sequence[nn.Module], change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Undo:
+def replace_forwards(blocks: Sequence[nn.Module], change: _OfBlock) -> Undo:
     """Gives every block the changed forward, inside its hooks; returns what takes it back."""
-    return Undo(*(patch(block, "forward", _ChangedForward(block.forward, change)) for block in blocks))
+    return Undo(*(patch(block, "forward", _ChangedForward(block, block.forward, change)) for block in blocks))
 
 
 class _ChangedForward:
     """A changed forward of which a copy of its block gets its own: a function would go on to run the first block."""
 
-    def __init__(self, forward: Callable[..., Any], change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        self._forward, self._change, self._changed = forward, change, change(forward)
+    def __init__(self, block: nn.Module, forward: Callable[..., Any], change: _OfBlock) -> None:
+        self._block, self._forward, self._change, self._changed = block, forward, change, change(block, forward)
         functools.update_wrapper(self, forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._changed(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ChangedForward:
-        return _ChangedForward(copy.deepcopy(self._forward, memo), self._change)
+        return _ChangedForward(copy.deepcopy(self._block, memo), copy.deepcopy(self._forward, memo), self._change)
 
 
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _checkpointed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.cache
+    def adapted() -> dict[str, Any]:  # at its first call: a copy of a block has no modules yet while it is made
+        return {path: layer for path, layer in block.named_modules() if hasattr(layer, "active_adapters")}
+
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        run, then = forward, _chosen_adapters(adapted())
+        if then:
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                _check_adapters(then, _chosen_adapters(adapted()))
+                return forward(*args, **kwargs)
+
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     return recomputed
+
+
+def _chosen_adapters(layers: Mapping[str, Any]) -> dict[str, str]:
+    """What peft's layers would compute now, by path; a network is told otherwise between its calls."""
+    return {
+        path: "none" if layer.disable_adapters else f"{layer.active_adapters} scaled by {getattr(layer, 'scaling', {})}"
+        for path, layer in layers.items()
+    }
+
+
+def _check_adapters(then: dict[str, str], now: dict[str, str]) -> None:
+    path = next((path for path in then if then[path] != now[path]), None)
+    if path is not None:
+        raise RuntimeError(
+            "Adapters were changed between forward and backward, in which checkpointed blocks are computed again: at "
+            f"{path} of a block they were {then[path]}, and are {now[path]}. Make them active again before backward. A "
+            "scale in attention_kwargs ends with the call: give it to set_adapters(names, weights=...) instead. Or "
+            "leave out activation_checkpointing=True."
+        )
 
 
 def _is_list_of_blocks(module: nn.ModuleList) -> bool:

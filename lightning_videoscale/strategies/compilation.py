@@ -44,7 +44,7 @@ def compile_blocks(network: nn.Module, options: CompileOptions, *, stays_compile
     if by_inductor and not chosen and torch.cuda.is_available() and mix_order_reduction_is_wrong():
         arguments["options"] = {"triton.mix_order_reduction": False}
 
-    def compiled(forward: Any) -> Any:
+    def compiled(_: nn.Module, forward: Any) -> Any:
         return with_integers_that_vary(torch.compile(forward, **arguments), stays_compiled=stays_compiled)
 
     return replace_forwards(blocks, compiled)

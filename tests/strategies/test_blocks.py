@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import peft
 import pytest
 import torch
@@ -82,6 +84,41 @@ def test_a_share_of_the_blocks_is_recomputed_the_first_ones(share: float, recomp
     assert list(calls.values()) == [2] * recomputed + [1] * (10 - recomputed)
     assert torch.equal(gradient, recomputed_gradient)
     assert kept_less == pytest.approx(kept * (1 - recomputed / 10), rel=0.15, abs=0.1 * kept)
+
+
+def adapted_wan() -> Any:
+    model: Any = tiny_wan()
+    model.requires_grad_(False)
+    for name in ("student", "critic"):
+        model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False), adapter_name=name)
+    model.set_adapter("student")
+    checkpoint_activations(model)
+    return model
+
+
+def test_adapters_that_another_call_changed_are_active_again_before_backward() -> None:
+    model = adapted_wan()
+    inputs = (torch.randn(1, 4, 3, 8, 8), torch.tensor([7.0]), torch.randn(1, 3, 16))
+    loss = model(*inputs).sample.square().mean()
+    model.set_adapter("critic")
+    model.requires_grad_(True)  # else torch finds fewer tensors to keep, and says so
+    with pytest.raises(RuntimeError, match=r"attn1.to_q of a block they were \['student'\].* are \['critic'\]"):
+        loss.backward()
+    model.set_adapter("student")
+    loss = model(*inputs).sample.square().mean()
+    model.disable_adapters()
+    model(*inputs)
+    model.enable_adapters()
+    loss.backward()
+
+
+def test_a_scale_that_ends_with_the_call_is_refused_in_backward() -> None:
+    model = adapted_wan()
+    inputs = (torch.randn(1, 4, 3, 8, 8), torch.tensor([7.0]), torch.randn(1, 3, 16))
+    with pytest.raises(RuntimeError, match=r"scaled by {.*set_adapters\(names, weights=...\)"):
+        model(*inputs, attention_kwargs={"scale": 0.5}).sample.mean().backward()
+    model.set_adapters(["student"], weights=[0.5])
+    model(*inputs).sample.mean().backward()
 
 
 def test_a_model_that_checkpoints_itself_is_not_checkpointed_twice() -> None:
