@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_videoscale.attention import AttentionBackend
-from lightning_videoscale.compat.lightning import WrappingDDPStrategy, ddp_arguments, timeout_of
+from lightning_videoscale.compat.lightning import WrappingDDPStrategy, comm_state_of, ddp_arguments, timeout_of
 from lightning_videoscale.compat.torch.data_parallel import has_new_buckets, leave_to_caller
 from lightning_videoscale.graphs import GraphMode, GraphOptions
 from lightning_videoscale.parallel import SplitPlan
@@ -26,7 +26,7 @@ from lightning_videoscale.parallel.schedules import ScheduleSetting
 from lightning_videoscale.parallel.transport import TransportName
 from lightning_videoscale.strategies.compilation import CompileOptions
 from lightning_videoscale.strategies.first_buckets import await_release
-from lightning_videoscale.strategies.gradient_hooks import refuse_before_averaging
+from lightning_videoscale.strategies.gradient_hooks import refuse_before_averaging, refuse_local_averages
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
 from lightning_videoscale.strategies.sharded.earlier import refuse_zero
@@ -231,6 +231,8 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._create_mesh(self.num_processes, timeout_of(self))
+        first = self.global_rank - self.local_rank
+        refuse_local_averages(comm_state_of(self), self.mesh.sp.ranks, range(first, first + self.num_processes))
 
 
 def _check_arguments(strategy: type, given: Mapping[str, Any]) -> None:

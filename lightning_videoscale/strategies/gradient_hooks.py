@@ -5,9 +5,11 @@ Optimizers that step within backward have such hooks, and those that move gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.tensor import DTensor
 
 from lightning_videoscale.compat.torch.autograd import has_hooks, has_hooks_on_grad
@@ -26,6 +28,29 @@ def refuse_before_averaging(module: nn.Module) -> None:
             "or move gradients to the host. DDP averages gradients after that, so each rank would train by those of "
             "its own part of the batch. Take ulysses_fsdp2, which calls them with averaged gradients if "
             "configure_optimizers registers them, or use gradients in on_before_optimizer_step."
+        )
+
+
+def refuse_local_averages(state: object, group: Collection[int], node: Collection[int]) -> None:
+    """Refuses local SGD within less than a group, each of whose ranks has a part of every gradient.
+
+    Args:
+        state: DDP's ``ddp_comm_state``.
+        group: The ranks that share sequences with this one.
+        node: The ranks of this one's node, over which local SGD averages unless told otherwise.
+
+    Raises:
+        ValueError: If gradients would not be averaged over the group.
+    """
+    if not isinstance(state, PostLocalSGDState) or len(group) == 1:
+        return
+    averaged = node if state.subgroup is None else dist.get_process_group_ranks(state.subgroup)
+    if not state.post_local_gradient_allreduce or not set(group) <= set(averaged):
+        over = f"ranks {list(averaged)}" if state.post_local_gradient_allreduce else "no ranks"
+        raise ValueError(
+            f"From step {state.start_localSGD_iter} on, this PostLocalSGDState averages gradients over {over}, while "
+            f"ranks {list(group)} share sequences and have a part of each gradient. Give it a subgroup= of whole "
+            "groups, and post_local_gradient_allreduce=True."
         )
 
 

@@ -120,6 +120,12 @@ def ddp_arguments(strategy: DDPStrategy) -> dict[str, Any]:
     return arguments
 
 
+def comm_state_of(strategy: DDPStrategy) -> object | None:
+    """Returns what a strategy hands to DDP's communication hook beside the buckets."""
+    state: object | None = LIGHTNING.get(strategy, "_ddp_comm_state")
+    return state
+
+
 def timeout_of(strategy: Any) -> timedelta | None:
     """Returns how long a strategy lets a collective wait; its constructor takes it and nothing returns it."""
     timeout: timedelta | None = LIGHTNING.get(strategy, "_timeout")

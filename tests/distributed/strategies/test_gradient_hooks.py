@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import RectifiedFlow, assembled
@@ -78,3 +81,18 @@ def test_hooks_that_would_see_no_averaged_gradient_are_refused(
     for message in ranks(2).run(fit, strategy, module_class):
         assert isinstance(message, str)
         assert "transformer." in message and "hooks" in message and remedy in message
+
+
+def fit_by_local_sgd(subgroup_size: int, all_reduces: bool = True) -> dict[str, Tensor] | str:
+    subgroup = dist.new_subgroups(subgroup_size)[0]
+    state = PostLocalSGDState(None, subgroup, start_localSGD_iter=1, post_local_gradient_allreduce=all_reduces)
+    local = {"ddp_comm_state": state, "ddp_comm_hook": post_localSGD_hook, "model_averaging_period": 2}
+    return fit(partial(ddp, **local), RectifiedFlow)
+
+
+def test_local_sgd_averages_over_whole_groups(ranks: Ranks) -> None:
+    assert isinstance(ranks(2).run(fit_by_local_sgd, 2)[0], dict)
+    for message in ranks(2).run(fit_by_local_sgd, 2, all_reduces=False):
+        assert "gradients over no ranks, while ranks [0, 1] share sequences" in message
+    for rank, message in enumerate(ranks(2).run(fit_by_local_sgd, 1)):
+        assert f"over ranks [{rank}], while ranks [0, 1] share" in message
