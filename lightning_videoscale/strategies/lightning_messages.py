@@ -14,7 +14,11 @@ if TYPE_CHECKING:
     from lightning_videoscale.strategies.settings import SequenceParallelSettings
 
 _SHOWN = 5  # names of parameters in a message
-_OF_SHARDS = {
+_WHAT_TO_DO = {
+    "expect_autograd_hooks_": (
+        "DDP with static_graph=True has to average the first micro-batch of a run, which accumulated gradients do not "
+        "do: leave static_graph=True out, or accumulate_grad_batches (and strategy.block_backward_sync())."
+    ),
     "got mixed torch.Tensor and DTensor": (
         "Parameters are sharded, and whole only while the module runs that holds them. Use them in its forward, and "
         "call the module itself rather than another method of it. A frozen network that follows one that trains is to "
@@ -25,7 +29,7 @@ _OF_SHARDS = {
         "shard_frozen=[...] of the strategy. An average of what trains is vs.callbacks.EMA's."
     ),
 }
-"""What torch says where shards are used as whole parameters, and what to do."""
+"""Of what torch says of DDP, and where shards are used as whole parameters."""
 
 
 class OwnMessages(LaunchedStrategy):
@@ -64,9 +68,9 @@ class OwnMessages(LaunchedStrategy):
     def _own_words(self, message: str) -> str:
         """What a message of DDP's says; Lightning would replace it by one that names a strategy of its own.
 
-        What FSDP2 says of its shards is followed by what to do.
+        What DDP or FSDP2 says of itself alone is followed by what to do.
         """
-        message = "".join([message, *(f" {what}" for said, what in _OF_SHARDS.items() if said in message)])
+        message = "".join([message, *(f" {what}" for said, what in _WHAT_TO_DO.items() if said in message)])
         if "Expected to have finished reduction in the prior iteration" not in message:
             return message
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)

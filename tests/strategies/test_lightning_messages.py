@@ -55,6 +55,20 @@ def test_unused_parameters_are_named_with_the_strategy_that_takes_them(ranks: Ra
     assert ranks(2).run(fit_partly_used, f"{name}_find_unused_parameters_true") == ["trained"] * 2
 
 
+def fit_a_static_graph() -> str:
+    try:
+        trainer(vs.SequenceParallelDDPStrategy(static_graph=True), accumulate_grad_batches=2).fit(
+            RectifiedFlow(), clips()
+        )
+    except RuntimeError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_static_graph_beside_accumulation_is_named(ranks: Ranks) -> None:
+    assert "leave static_graph=True out, or accumulate_grad_batches" in ranks(2).run(fit_a_static_graph)[0]
+
+
 class Adversarial(RectifiedFlow):
     """Two optimizers take turns, and each step freezes what is not the optimizer's for a while."""
 
