@@ -7,7 +7,7 @@ and need states to be there that only a first step makes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -86,6 +86,33 @@ def ranges(piece: FlatPiece) -> dict[nn.Parameter, range]:
             address = mapping.get_hp_fragment_address()
             found[parameter] = range(address.start, address.start + address.numel)
     return dict(sorted(found.items(), key=lambda item: item[1].start))
+
+
+def changed_beside_copies(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Those that differ from what ZeRO keeps of them on this rank, as whatever changed them has left that alone.
+
+    Stages 1 and 2 keep float32 copies of what trains, stage 3 its pieces. Of what is not gathered there is nothing to
+    compare.
+    """
+    pairs = [(parameter, *pair) for parameter in parameters if (pair := _shown_and_kept(parameter)) is not None]
+    flags = [((shown != kept.to(shown)) & ~kept.to(shown).isnan()).any() for _, shown, kept in pairs]
+    differ = torch.stack(flags).tolist() if flags else []  # waits for the device once
+    return [parameter for (parameter, _, _), differs in zip(pairs, differ, strict=True) if differs]
+
+
+def _shown_and_kept(parameter: nn.Parameter) -> tuple[Tensor, Tensor] | None:
+    """This rank's part of a parameter, as the model shows it and as ZeRO keeps it."""
+    if is_partitioned(parameter):
+        if not is_gathered(parameter):
+            return None
+        kept = own_values(parameter)
+        before = len(kept) * dist.get_rank(DEEPSPEED.get(parameter, "ds_process_group"))
+        count = min(len(kept), max(full_numel(parameter) - before, 0))  # without the padding
+        return own_piece(parameter, parameter.detach())[:count], kept[:count]
+    if (mapping := getattr(parameter, "_hp_mapping", None)) is None:
+        return None
+    address = mapping.lp_fragment_address
+    return parameter.detach().flatten().narrow(0, address.start, address.numel), mapping.get_hp_fragment().detach()
 
 
 def link_states(parameters: list[nn.Parameter], flat: Tensor, states: Any) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +19,7 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_videoscale.attention import AttentionBackend
-from lightning_videoscale.compat.deepspeed import data_parallel_group, forget_gradients
+from lightning_videoscale.compat.deepspeed import changed_beside_copies, data_parallel_group, forget_gradients
 from lightning_videoscale.compat.lightning import SettledDeepSpeedStrategy, set_up_deepspeed_processes, timeout_of
 from lightning_videoscale.compat.lightning.training_loop import accumulates
 from lightning_videoscale.compat.torch.distributed import set_timeout
@@ -27,8 +28,10 @@ from lightning_videoscale.parallel import SplitPlan
 from lightning_videoscale.parallel.layout import Size, SizeOfGroup
 from lightning_videoscale.parallel.schedules import ScheduleSetting
 from lightning_videoscale.parallel.transport import TransportName
+from lightning_videoscale.ranks import gather_over_ranks
 from lightning_videoscale.strategies.checkpoints.zero import ZeroCheckpoints
 from lightning_videoscale.strategies.compilation import CompileOptions
+from lightning_videoscale.strategies.lightning_messages import first_names
 from lightning_videoscale.strategies.mixin import SequenceParallelMixin
 from lightning_videoscale.strategies.parity import ParityReport
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
@@ -213,6 +216,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
             self._refuse_manual_accumulation(self._module)
         else:
             self._steps.begin()
+            self._refuse_changes(self.deepspeed_engine.global_steps)
         self._backward_before_step = self.deepspeed_engine.global_steps
         is_due = not accumulates(self._module.trainer)
         self.deepspeed_engine.set_gradient_accumulation_boundary(is_due)
@@ -231,6 +235,27 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
                 f"Manual optimization ran backward twice before an optimizer step, and ZeRO stage {stage} would drop "
                 "the gradients of the first: add the losses up and run backward once, or use stage 3, ulysses_fsdp2 or "
                 "ulysses_ddp."
+            )
+
+    def _refuse_changes(self, step: int) -> None:
+        """Weights that hooks change are not what ZeRO trains: its next step, or gathering, would write over them."""
+        if step & (step - 1):  # 0, 1, 2, 4, 8 and so on
+            return
+        changed = set(changed_beside_copies(self._module.parameters()))
+        own = [name for name, parameter in self._module.named_parameters() if parameter in changed]
+        names = list(dict.fromkeys(chain.from_iterable(gather_over_ranks(own))))  # each rank compares its parts
+        if names:
+            where = (
+                "within deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)"
+                if self.zero_stage_3
+                else "on all ranks"
+            )
+            raise ValueError(
+                f"{first_names(names)} were changed by something else than the optimizer. ZeRO keeps copies, which it "
+                "trains and saves, and would undo that. Load weights in __init__ or configure_model. In hooks, set "
+                f"parameter.data {where}, and of what trains also the copy, by "
+                "deepspeed.utils.safe_set_full_fp32_param(parameter, value) on all ranks. Or take ulysses_ddp or "
+                "ulysses_fsdp2."
             )
 
     @override

@@ -148,7 +148,7 @@ def test_an_optimizer_of_torch_has_no_pieces_and_waits_for_nobody() -> None:
 
 
 class Writing(pl.Callback):
-    """Writes this rank's number, from 1 on, into all that it holds of the parameters."""
+    """Writes this rank's number, from 1 on, into all that it holds of the parameters, and then what was there."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         from deepspeed.runtime.zero import GatheredParameters
@@ -157,10 +157,13 @@ class Writing(pl.Callback):
         with GatheredParameters(parameters):
             self.gathered = [private.is_gathered(parameter) for parameter in parameters]
         self.apart = [private.is_gathered(parameter) for parameter in parameters]
+        held = [private.own_values(parameter).clone() for parameter in parameters]
         for parameter in parameters:
             private.own_values(parameter).fill_(dist.get_rank() + 1)
         with GatheredParameters(parameters):
             self.values = [parameter.flatten().tolist() for parameter in parameters]
+        for parameter, values in zip(parameters, held, strict=True):
+            private.own_values(parameter).copy_(values)
         self.has_setting = hasattr(trainer.strategy.deepspeed_engine.optimizer, "swap_optimizer")  # type: ignore[attr-defined]
 
 

@@ -221,6 +221,47 @@ def test_gradients_accumulated_by_hand_are_kept_or_refused(ranks: Ranks) -> None
         )
 
 
+class Halving(Scale):
+    """Halves the weight after each step."""
+
+    def __init__(self, with_copy: bool) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 2, bias=False)
+        nn.init.ones_(self.net.weight)
+        self.with_copy = with_copy
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        import deepspeed
+
+        weight = self.net.weight
+        if not self.with_copy:
+            weight.data.mul_(0.5)
+            return
+        half = deepspeed.utils.safe_get_full_fp32_param(weight) / 2
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+            weight.data.copy_(half)
+        deepspeed.utils.safe_set_full_fp32_param(weight, half)
+
+
+def halve(stage: int, with_copy: bool) -> list[list[float]] | str:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    module = Halving(with_copy)
+    with deepspeed_on_cpu():
+        try:
+            trainer(scaling(stage, 2), max_steps=2).fit(module, DataLoader([torch.zeros(2)] * 2, batch_size=None))
+        except ValueError as error:
+            return str(error)
+        return safe_get_full_fp32_param(module.net.weight).tolist()
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_that_a_hook_changes_are_changed_with_their_copies(ranks: Ranks, stage: int) -> None:
+    assert "['net.weight'] were changed by something else" in ranks(2).run(halve, stage, with_copy=False)[0]
+    assert ranks(2).run(halve, stage, with_copy=True) == [[[0.25], [0.25]]] * 2
+
+
 class Clipping(Scale):
     """Clips by itself in one of the ways that Lightning documents. The gradient is 1."""
 
