@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
@@ -93,6 +93,16 @@ class HasMesh(StrategyPart):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces over ranks as the parent does, which rounds means of whole numbers down.
+
+        `LightningModule.log` divides by such a mean: that of the ranks' numbers of samples.
+        """
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
+            tensor = tensor.double()
+        return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]  # the Lightning strategy has one
 
     # -- setting up ----------------------------------------------------------------------------------------------
 

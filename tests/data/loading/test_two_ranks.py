@@ -16,6 +16,7 @@ from lightning_videoscale import SequenceParallelDDPStrategy
 from lightning_videoscale.callbacks import LossWeighting
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data import VideoDataModule
+from lightning_videoscale.parallel import SplitPlan
 from tests.data.clips import clip, npy, write_shard, write_shards
 from tests.data.training import Witness, trainer_with
 from tests.distributed.pool import ProcessPool
@@ -110,6 +111,34 @@ def test_samples_that_cannot_be_read_cost_their_weight_and_no_step(tmp_path: Pat
 
 def _slope(x: float) -> float:
     return 2 * x * (0.5 * x - 1)
+
+
+class LogsOverRanks(Witness):
+    """Logs the loss of a validation over all ranks, and remembers this rank's."""
+
+    def on_validation_start(self) -> None:
+        self.seen: list[tuple[int, float]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.seen.append((len(batch["sample_ids"]), loss.item()))
+        self.log("val_loss", loss, sync_dist=True)
+
+
+def _validate(shards: str) -> tuple[float, list[tuple[int, float]]]:
+    unsplit = SplitPlan({}, {}, {}, lambda model, context: lambda: None)
+    strategy = SequenceParallelDDPStrategy(ulysses_size=1, modules=[""], plan=unsplit)
+    module, trainer = LogsOverRanks(), trainer_with(strategy=strategy, devices=2)
+    data = VideoDataModule(shards, budget=BUDGET, val_shards=shards)
+    return trainer.validate(module, data, verbose=False)[0]["val_loss"], module.seen
+
+
+def test_a_logged_mean_is_that_of_all_samples_where_ranks_hold_unequally_many(tmp_path: Path, ranks: Ranks) -> None:
+    results = ranks(2).run(_validate, write_shards(tmp_path, 7))
+    counts, losses = zip(*itertools.chain.from_iterable(seen for _, seen in results), strict=True)
+    assert sum(counts) == 7
+    for logged, _ in results:
+        assert logged == pytest.approx(np.average(losses, weights=counts), rel=1e-6)
 
 
 def _fit_own_shards(folder: str) -> str:
