@@ -237,7 +237,12 @@ def replan(trainer: pl.Trainer, sampler: PlannedSampler, planner: BucketPlanner)
 
 
 def tell_length(trainer: pl.Trainer, micro_batches: int) -> None:
-    """Tells a Trainer that the epoch under way has another length; on all ranks at the same micro-batch."""
+    """Tells a Trainer that the epoch under way has another length; on all ranks at the same micro-batch.
+
+    An epoch whose last batch is trained ends with it: `limit_train_batches` may leave a step of it that is a short one.
+    """
+    if has_begun_epoch(trainer) and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+        return
     length = epoch_length(trainer, micro_batches)
     set_epoch_length(trainer, length)
     interval: Any = trainer.val_check_interval

@@ -87,3 +87,13 @@ def test_a_run_goes_on_with_what_was_adopted(shards: str, tmp_path: Path, stop: 
     if stop >= 4:
         assert max(map(tokens, resumed.metas)) > 80
         assert resumed.trainer.datamodule.planner.budget == LARGE
+
+
+def test_a_share_of_an_epoch_ends_with_a_short_step_whatever_is_adopted_then(shards: str, tmp_path: Path) -> None:
+    file, tiny = tmp_path / "run.ckpt", BucketBudget(m_mem=20, m_comp=20 * 80)
+    whole = fit(data(shards), 2, max_epochs=1)
+    share = 5.5 / len(whole.batches[0])
+    first = fit(data(shards), 2, None, Adopting({3: tiny}), SaveAfter(5, file), limit_train_batches=share, max_epochs=1)
+    assert len(first.batches[0]) == 5
+    resumed = fit(data(shards), 2, file, limit_train_batches=share, max_epochs=2)
+    assert [*resumed.batches] == [1]
