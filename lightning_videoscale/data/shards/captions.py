@@ -31,12 +31,12 @@ def find_caption(text: str, fields: Any, key: str | None) -> Caption:
     text = text if text.strip() else ""  # an empty file may hold the end of a line
     fields = fields if isinstance(fields, dict) else {}
     if key is not None:
-        return Caption(fields[key], key) if _is_text(fields.get(key)) else Caption(text)
+        return Caption(_whole(fields[key]), key) if _is_text(fields.get(key)) else Caption(text)
     if not text:
         for usual in CAPTION_KEYS:
             for name, value in fields.items():
                 if name.lower() == usual and _is_text(value):
-                    return Caption(value, name)
+                    return Caption(_whole(value), name)
     return Caption(text)
 
 
@@ -47,3 +47,8 @@ def digest_of_captions(captions: Sequence[str]) -> str:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
+
+
+def _whole(text: str) -> str:
+    """A text with U+FFFD for half of a character, where JSON was cut within an emoji: no tokenizer takes the half."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

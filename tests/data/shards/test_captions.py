@@ -46,6 +46,8 @@ def _trained(data: VideoDataModule) -> dict[str, str]:
     ("text", "fields", "key", "found"),
     [
         ("", {"caption": "a"}, None, ("a", "caption")),
+        ("", {"caption": "cut within \ud83d"}, None, ("cut within \ufffd", "caption")),  # as JSON may hold an emoji
+        ("a", {"alt": "whole \ud83d\ude00"}, "alt", ("whole \U0001f600", "alt")),
         ("", {"text": "b", "Caption": "a"}, None, ("a", "Caption")),
         ("", {"prompt": "p", "caption": None, "text": "  "}, None, ("p", "prompt")),
         ("t", {"caption": "a"}, None, ("t", "")),
