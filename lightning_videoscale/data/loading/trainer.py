@@ -245,9 +245,9 @@ def tell_length(trainer: pl.Trainer, micro_batches: int) -> None:
         return
     length = epoch_length(trainer, micro_batches)
     set_epoch_length(trainer, length)
-    interval: Any = trainer.val_check_interval
-    if isinstance(interval, float) and trainer.val_check_batch is not None:
-        trainer.val_check_batch = max(1, int(length * interval))
+    # Of an interval in seconds, a Trainer has neither.
+    if trainer.val_check_batch is not None and isinstance(trainer.val_check_interval, float):
+        trainer.val_check_batch = max(1, int(length * trainer.val_check_interval))
 
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

@@ -77,6 +77,13 @@ def test_the_trainer_validates_at_the_end_of_the_epoch(shards: str, tmp_path: Pa
         assert len(limited.batches[0]) == 6
 
 
+def test_budgets_change_in_a_run_that_validates_every_few_hours(shards: str, tmp_path: Path) -> None:
+    val = write_shards(tmp_path / "val", 4)
+    settings = {"max_epochs": 1, "val_check_interval": "00:04:00:00", "num_sanity_val_steps": 0}
+    module = fit(data(shards, val_shards=val), 2, None, Adopting({2: LARGE}), **settings)
+    assert ids(module.batches[0]) == everything(SAMPLES)
+
+
 @pytest.mark.parametrize("stop", [3, 4, 5, 6, 9])
 def test_a_run_goes_on_with_what_was_adopted(shards: str, tmp_path: Path, stop: int) -> None:
     file = tmp_path / "run.ckpt"
