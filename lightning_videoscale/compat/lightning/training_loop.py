@@ -95,6 +95,21 @@ def skip_waits_between_batches(trainer: pl.Trainer) -> None:
         patch(loop, name, lambda: None)
 
 
+def validate_together(trainer: pl.Trainer, broadcast: Callable[[bool], bool]) -> None:
+    """Where ``val_check_interval`` is a time, has all ranks validate when rank 0 does: a collective after each batch.
+
+    Lightning asks every rank's own clock: one would validate while others train, and all would wait forever.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    is_due = LIGHTNING.get(loop, "_should_check_val_fx")
+
+    def agreed(data_fetcher: Any) -> bool:
+        due = is_due(data_fetcher)
+        return due if LIGHTNING.get(trainer, "_val_check_time_interval") is None else broadcast(due)
+
+    patch(loop, "_should_check_val_fx", agreed)
+
+
 def loaders_under_way(trainer: pl.Trainer) -> list[Any]:
     """Returns the loaders of the loop that runs, as those of a dict, one behind the other; none outside of loops."""
     loop = LIGHTNING.get(trainer, "_active_loop")

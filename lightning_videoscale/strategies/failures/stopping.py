@@ -27,6 +27,7 @@ from lightning_videoscale.compat.lightning.training_loop import (
     at_end_of_epoch,
     before_each_batch,
     skip_waits_between_batches,
+    validate_together,
 )
 from lightning_videoscale.strategies.failures.answering_store import AnsweringStore
 from lightning_videoscale.strategies.parent import StrategyPart
@@ -162,6 +163,7 @@ class StopsOnSignals(StrategyPart):
             before_each_batch(trainer, self._before_batch)
             at_end_of_epoch(trainer, self._wait_at_end_of_epoch)
             skip_waits_between_batches(trainer)
+            validate_together(trainer, self.broadcast)
 
     def _on_sigterm(self) -> None:
         assert self._listens_to is not None

@@ -6,6 +6,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,13 @@ def _slope(x: float) -> float:
 class LogsOverRanks(Witness):
     """Logs the loss of a validation over all ranks, and remembers this rank's."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated_at: list[int] = []
+
     def on_validation_start(self) -> None:
         self.seen: list[tuple[int, float]] = []
+        self.validated_at.append(self.global_step)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         loss = self.loss(batch)
@@ -125,10 +131,13 @@ class LogsOverRanks(Witness):
         self.log("val_loss", loss, sync_dist=True)
 
 
+def _unsplit() -> SequenceParallelDDPStrategy:
+    plan = SplitPlan({}, {}, {}, lambda model, context: lambda: None)
+    return SequenceParallelDDPStrategy(ulysses_size=1, modules=[""], plan=plan)
+
+
 def _validate(shards: str) -> tuple[float, list[tuple[int, float]]]:
-    unsplit = SplitPlan({}, {}, {}, lambda model, context: lambda: None)
-    strategy = SequenceParallelDDPStrategy(ulysses_size=1, modules=[""], plan=unsplit)
-    module, trainer = LogsOverRanks(), trainer_with(strategy=strategy, devices=2)
+    module, trainer = LogsOverRanks(), trainer_with(strategy=_unsplit(), devices=2)
     data = VideoDataModule(shards, budget=BUDGET, val_shards=shards)
     return trainer.validate(module, data, verbose=False)[0]["val_loss"], module.seen
 
@@ -139,6 +148,21 @@ def test_a_logged_mean_is_that_of_all_samples_where_ranks_hold_unequally_many(tm
     assert sum(counts) == 7
     for logged, _ in results:
         assert logged == pytest.approx(np.average(losses, weights=counts), rel=1e-6)
+
+
+def _fit_by_own_clocks(shards: str, intervals: list[timedelta]) -> int:
+    module, data = LogsOverRanks(), VideoDataModule(shards, budget=BUDGET, val_shards=shards)
+    interval = intervals[int(os.environ["RANK"])]
+    trainer = trainer_with(strategy=_unsplit(), devices=2, val_check_interval=interval, num_sanity_val_steps=0)
+    trainer.fit(module, data)
+    return len(module.validated_at)
+
+
+def test_ranks_validate_together_after_a_time_by_the_clock_of_the_first(tmp_path: Path, ranks: Ranks) -> None:
+    shards, soon, late = write_shards(tmp_path, SAMPLES), timedelta(microseconds=1), timedelta(hours=4)
+    first, second = ranks(2).run(_fit_by_own_clocks, shards, [soon, late])
+    assert first == second > 1
+    assert ranks(2).run(_fit_by_own_clocks, shards, [late, soon]) == [0, 0]
 
 
 def _fit_own_shards(folder: str) -> str:
