@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 from lightning_videoscale.data.shards.errors import ShardError
@@ -50,7 +51,9 @@ def open_media(file: BinaryIO) -> Iterator[Film]:
         if is_for_pillow(file):
             yield PillowFilm(file, _MAX_PIXELS)
             return
-        with av.open(file, "r", options=_OPTIONS) as container:
+        # Without its name, by which FFmpeg takes a .jpg of more than 2 kB for a series of files.
+        nameless = SimpleNamespace(read=file.read, seek=file.seek, tell=file.tell)
+        with av.open(nameless, "r", options=_OPTIONS) as container:
             pictures = [s for s in container.streams.video if not s.disposition & av.stream.Disposition.attached_pic]
             brand = container.metadata.get("major_brand")
             if not pictures:

@@ -9,7 +9,9 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from lightning_videoscale.data import ShardError, ShardIndex
 from lightning_videoscale.data.packing import pack_folder as module
@@ -62,6 +64,18 @@ def test_names_in_capitals_and_names_that_webdataset_leaves_out(tmp_path: Path) 
     (tmp_path / "videos/CLIP.TXT").write_text("of a camera")
     found = contents(pack_folder(tmp_path / "videos", tmp_path / "shards"))
     assert found == {"CLIP.JPG": ("of a camera", {}), "__clips__/a.jpg": ("", {}), "____/a.jpg": ("", {})}
+
+
+def test_photographs_of_more_than_a_few_bytes(tmp_path: Path) -> None:
+    """FFmpeg takes a JPEG that is longer than its first look for a series of files, where it knows the name."""
+    (tmp_path / "photos").mkdir()
+    noise = np.random.default_rng(0).integers(256, size=(64, 96, 3), dtype=np.uint8)
+    names = ["a.jpg", "b.jpeg", "c.JPG", "d.png", "e.webp", "f.bmp", "g.gif", "h.tif", "i%03d.jpg"]
+    for name in names:
+        Image.fromarray(noise).save(tmp_path / "photos" / name)
+    report = pack_folder(tmp_path / "photos", tmp_path / "shards")
+    assert report.left_out == ()
+    assert sorted(contents(report)) == names
 
 
 def table_of(kind: str, file: Path, rows: dict[str, str]) -> None:
