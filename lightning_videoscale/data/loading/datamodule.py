@@ -17,6 +17,7 @@ from lightning_videoscale.compat.patching import patch
 from lightning_videoscale.cost import Calibration, StepTimeModel
 from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.encoding.online_encoder import BatchEncoder, check_encoder
+from lightning_videoscale.data.loading import data_warnings
 from lightning_videoscale.data.loading.consistency import (
     check_same_draws,
     check_same_index,
@@ -25,7 +26,6 @@ from lightning_videoscale.data.loading.consistency import (
     digest_of,
     drawn_by,
 )
-from lightning_videoscale.data.loading.data_warnings import say_passes, say_uneven, warn_of_oversized, warn_of_shapeless
 from lightning_videoscale.data.loading.indexed_shards import IndexedShards, Shards
 from lightning_videoscale.data.loading.loader import PlannedLoader, PlannedSampler
 from lightning_videoscale.data.loading.run_budget import BudgetArgument, RunBudget
@@ -187,9 +187,10 @@ class VideoDataModule(pl.LightningDataModule):
             self._windows = self._shards.windows(self._window, self._shape_policy, self._geometry, *shuffle)
         for argument in self._shards.arguments:
             table = self._table(argument)
-            warn_of_shapeless(self._shards.index(argument), table, self._windows if argument == "shards" else None)
+            windows = self._windows if argument == "shards" else None
+            data_warnings.warn_of_shapeless(self._shards.index(argument), table, windows)
             if self._budget.training is not None:
-                warn_of_oversized(table, self._budget.training)
+                data_warnings.warn_of_oversized(table, self._budget.training)
 
     def train_dataloader(self) -> PlannedLoader:
         """Batches of this rank; a new plan every epoch. Whoever only asks how many there are changes nothing.
@@ -201,10 +202,11 @@ class VideoDataModule(pl.LightningDataModule):
         contents = contents_of(self._shards.index("shards"))
         trainer = self.trainer
         micro_batches_of(trainer, self._micro_batches)  # an error before a minute is spent on measuring
+        data_warnings.warn_of_geometry(self._geometry, trainer)
         overfit = trainer is not None and trainer.overfit_batches > 0  # type: ignore[attr-defined]  # set by a connector
         make = partial(self._planner, "shards", is_training=True)
         if (found := self._budget.find(trainer, make, self.training_shapes, self.matrix_file)) is not None:
-            warn_of_oversized(self._table("shards"), found)
+            data_warnings.warn_of_oversized(self._table("shards"), found)
         planner, progress, position = make(), None, None
         if trainer is not None and trainer.training and not overfit:  # else somebody only looks at what would come
             if self._sampler is not None:
@@ -249,9 +251,9 @@ class VideoDataModule(pl.LightningDataModule):
             follow(position.trainer, sampler)
             position.join(sampler.progress)
             if self._loss_weighting == "sample":
-                say_uneven(sampler.plan)
+                data_warnings.say_uneven(sampler.plan)
         if self._shards.weights is not None:
-            say_passes(0 if sampler is None else sampler.progress.epoch, self.passes())
+            data_warnings.say_passes(0 if sampler is None else sampler.progress.epoch, self.passes())
 
     def val_dataloader(self) -> PlannedLoader:
         """Validation batches of this rank, the same ones every time. Needs ``val_shards``."""

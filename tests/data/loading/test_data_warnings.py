@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import logging
+import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
+from diffusers import LTXVideoTransformer3DModel
+from torch import nn
 
 from lightning_videoscale.cost import BucketBudget
+from lightning_videoscale.data import VideoDataModule
 from lightning_videoscale.data.loading.data_warnings import say_uneven
 from lightning_videoscale.data.planning import BucketPlanner
+from tests.data.clips import clip, write_shard
 from tests.data.planning.tables import table_of
+from tests.data.training import Witness, trainer_with
+from tests.models import tiny_wan
 
 
 def test_shapes_whose_samples_count_more_are_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -30,3 +38,33 @@ def test_nothing_is_said_where_samples_count_alike(caplog: pytest.LogCaptureFixt
     say_uneven(planner.plan(0))
     say_uneven(planner.plan(0, done=np.ones(42, bool)))  # nothing is left of the epoch
     assert not caplog.records
+
+
+class OfModel(Witness):
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network.requires_grad_(False)
+
+
+def tiny_ltx() -> nn.Module:
+    return LTXVideoTransformer3DModel(
+        in_channels=2, out_channels=2, num_attention_heads=2, attention_head_dim=4, num_layers=1, caption_channels=4,
+        cross_attention_dim=8,
+    )  # fmt: skip
+
+
+def test_the_geometry_of_another_model_is_named(tmp_path: Path) -> None:
+    """LTX-Video makes four times the tokens that the default counts, Wan 2.1's."""
+    shards = write_shard(tmp_path / "000.tar", [clip(i) for i in range(3)])
+
+    def fit(network: nn.Module, geometry: str) -> None:
+        data = VideoDataModule(str(shards), budget=BucketBudget(64, 64**2), geometry=geometry)
+        trainer_with(limit_train_batches=1).fit(OfModel(network), data)
+
+    named = r"geometry='wan2.1', and LTXVideoTransformer3DModel .* \['ltx-2', 'ltx-video'\]"
+    with pytest.warns(UserWarning, match=named):
+        fit(tiny_ltx(), "wan2.1")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "VideoDataModule counts tokens")
+        fit(tiny_ltx(), "ltx-video")
+        fit(tiny_wan(), "skyreels-v2")
