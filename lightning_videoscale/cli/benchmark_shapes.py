@@ -54,9 +54,9 @@ def _from_config(options: argparse.Namespace) -> tuple[Any, Any, VideoDataModule
         config: Any = yaml.safe_load(options.config.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"{options.config} is no YAML: {error}") from error
-    if not isinstance(config, dict) or "model" not in config or "data" not in config:
+    if not isinstance(config, dict) or "data" not in config:
         raise ValueError(f"{options.config} is no config of LightningCLI with trainer:, model: and data:.")
-    named = {part: isinstance(config[part], dict) and "class_path" in config[part] for part in ("model", "data")}
+    named = {part: "class_path" in (config.get(part) or {}) for part in ("model", "data")}
     if not named["model"] and options.model is None:
         raise ValueError(f"{options.config} has no class_path of its model: name it with --model package.Class.")
     data_class = _class(options.data) if options.data else VideoDataModule

@@ -42,7 +42,7 @@ def test_the_matrix_lies_where_auto_budgets_look(config: Path, capsys: pytest.Ca
 
 def test_a_table_and_a_place_for_it(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = yaml.safe_load(config.read_text())
-    content["model"] = {}
+    del content["model"]  # its arguments have defaults, so that `fit` needs none
     config.write_text(yaml.safe_dump(content))
     arguments = ["benchmark-shapes", "--config", str(config), "--seconds", "0.001", "--max-shapes", "2"]
     arguments += ["--max-tokens", "80", "--output", str(tmp_path / "here.json")]
@@ -72,6 +72,7 @@ def test_modules_of_the_working_directory_are_found_by_a_config_in_another(
     ("change", "message"),
     [
         ({"model": {}}, "name it with --model package.Class"),
+        ({"model": None}, "name it with --model package.Class"),
         ({"data": None}, "is no config of LightningCLI"),
     ],
 )
