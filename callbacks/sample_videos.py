@@ -42,6 +42,9 @@ OnError = Literal["raise", "warn"]
 _DECIDE_THE_CALLS = ("num_inference_steps", "timesteps", "sigmas", "guidance_scale", "guidance_scale_2")
 """Arguments of pipelines that decide how often the network is called, which must be equal on all ranks."""
 
+_OF_PIPELINES = "set_progress_bar_config"
+_NO_FUNCTION = "SampleVideos takes a function from the LightningModule to a diffusers pipeline around its network; {}."
+
 
 @dataclass(frozen=True)
 class _Prompt:
@@ -115,6 +118,7 @@ class SampleVideos(pl.Callback):
             **arguments: Of the pipeline's call, for all prompts: ``height``, ``num_frames``, ``num_inference_steps``, …
 
         Raises:
+            TypeError: If ``pipeline`` is one, and no function that makes it.
             ValueError: If there is no list of prompts, no interval, or an interval below 1; if a prompt decides how
                 often the network is called, or has other keys than the others; or if ``folder`` is a URL.
         """
@@ -124,6 +128,8 @@ class SampleVideos(pl.Callback):
             raise ValueError(f"every_n_epochs must be at least 1, or None; got {every_n_epochs}.")
         if on_error not in get_args(OnError):
             raise ValueError(f"on_error={on_error!r} is none of {get_args(OnError)}.")
+        if hasattr(pipeline, _OF_PIPELINES):
+            raise TypeError(_NO_FUNCTION.format(f"it is a {type(pipeline).__name__}"))
         self.prompts = list(_read_prompts(prompts, seed))
         self.every_n_steps, self.every_n_epochs = check_interval(every_n_steps), every_n_epochs
         self.at_start, self.fps, self.on_error = at_start, fps, on_error
@@ -211,7 +217,10 @@ class SampleVideos(pl.Callback):
         with ExitStack() as stack:
             stack.enter_context(between_steps(trainer))
             if self._pipeline is None:
-                self._pipeline = self._make_pipeline(module)
+                made = self._make_pipeline(module)
+                if not hasattr(made, _OF_PIPELINES):
+                    raise TypeError(_NO_FUNCTION.format(f"it returned {made!r}"))
+                self._pipeline = made
                 self._pipeline.set_progress_bar_config(disable=True)
             for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
                 if isinstance(callback, EMA):

@@ -53,8 +53,12 @@ def inject_fused_kernels(
     Raises:
         ValueError: If there is no such backend.
         RuntimeError: If a known block was compiled already: the compiled code would go on running the old forward.
-        TypeError: If the fused forward's parameters have other names than the original's.
+        TypeError: If the model is no module, or the fused forward's parameters have other names than the original's.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{type(model).__name__} is no nn.Module: give the network, of a pipeline pipeline.transformer."
+        )
     setting, meaning = settle(backend, device or _device(model))
     own = {block.class_path: block for block in extra_blocks}
     _refuse_compiled(model, own)

@@ -90,6 +90,7 @@ def parallelize(
     Raises:
         ValueError: If no plan is known, the plan names a module or argument the model lacks or splits tokens that no
             attention has for keys, the heads do not fit, or the plan lacks the schedule.
+        TypeError: If the model is no module.
     """
     plan = _plan_for(model, plan)
     choices = as_choices(attention_backend)
@@ -172,6 +173,10 @@ def _schedules_for(
 
 
 def _plan_for(model: nn.Module, plan: SplitPlan | None) -> SplitPlan:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{type(model).__name__} is no nn.Module: give the network, of a pipeline pipeline.transformer."
+        )
     plan = plan if plan is not None else find_plan(model)
     if plan is None:
         for name, reason in refusals(model).items():

@@ -52,6 +52,8 @@ def read_run(folder: str | Path) -> RunRecords:
     if not file.is_file():
         below = sorted(str(found.parent) for found in path.glob(f"**/{LOG_NAME}"))[:5]
         hint = f"there are logs in {', '.join(below)}" if below else "train with callbacks=[RunReport()] to get one"
+        if not path.exists():
+            hint = f"there is no such folder. The current folder is {Path.cwd()}"
         raise FileNotFoundError(f"No {LOG_NAME} in {path}: {hint}.")
     records, notes = _parse(file)
     newest = max((record["v"] for record in records), default=VERSION)

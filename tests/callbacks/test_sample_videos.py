@@ -115,6 +115,14 @@ def test_prompt_embeddings_need_no_text_encoder(parts: Path, tmp_path: Path) -> 
     assert (one != other).any()
 
 
+def test_what_is_no_function_that_makes_a_pipeline_is_named(parts: Path, tmp_path: Path) -> None:
+    made = Pipelines(parts)(Drawing())
+    with pytest.raises(TypeError, match=r"takes a function .*; it is a WanPipeline"):
+        SampleVideos(made, ["1"], every_n_steps=9)
+    with pytest.raises(TypeError, match=r"takes a function .*; it returned None"):
+        train("auto", 1, SampleVideos(lambda module: None, ["1"], every_n_steps=9, folder=tmp_path, **CALL))
+
+
 class Moved(torch.Tensor):
     """Notes where it was brought to."""
 

@@ -27,5 +27,8 @@ def test_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["report", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert "No run_log.jsonl" in error and "version_7" in error
+    assert main(["report", str(tmp_path / "version_8")]) == 1
+    error = capsys.readouterr().err
+    assert "version_8: there is no such folder" in error and str(Path.cwd()) in error
     assert main(["report", str(tmp_path / "version_7"), "--output", str(tmp_path / "no" / "such" / "page.html")]) == 1
     assert "page.html" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +80,11 @@ def test_the_backend_asked_for_runs_or_raises() -> None:
         model[0](torch.randn(2, 5, 8), torch.randn(2, 8))
     with pytest.raises(ValueError, match="tritn"):
         inject_fused_kernels(two_blocks(), "tritn")  # type: ignore[arg-type]
+
+
+def test_what_is_no_module_is_named() -> None:
+    with pytest.raises(TypeError, match=r"SimpleNamespace is no nn.Module: .*pipeline.transformer"):
+        inject_fused_kernels(SimpleNamespace(transformer=two_blocks()))  # type: ignore[arg-type]
 
 
 def test_a_subclass_is_skipped() -> None:

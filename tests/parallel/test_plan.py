@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 from torch import nn
 
-from lightning_videoscale.parallel import Attention, Split, SplitPlan, find_plan, find_planned_modules
+from lightning_videoscale.parallel import (
+    Attention,
+    SequenceMesh,
+    Split,
+    SplitPlan,
+    find_plan,
+    find_planned_modules,
+    parallelize,
+)
 from lightning_videoscale.parallel.plan import known_models
 from tests.models import tiny_wan
 
@@ -17,6 +28,12 @@ def test_the_plan_of_wan() -> None:
     assert plan.inputs[""] == {"timestep": Split(dim=1, ndim=2, broadcasts=True)}
     assert plan.outputs["rope"] == {0: Split(dim=1, keeps_whole=True), 1: Split(dim=1, keeps_whole=True)}
     assert plan.gathers == {"proj_out": {0: Split(dim=1)}}
+
+
+def test_what_is_no_module_is_named() -> None:
+    pipeline = cast(nn.Module, SimpleNamespace(transformer=tiny_wan()))
+    with pytest.raises(TypeError, match=r"SimpleNamespace is no nn.Module: .*pipeline.transformer"):
+        parallelize(pipeline, cast(SequenceMesh, None))
 
 
 def test_a_subclass_has_its_parents_plan() -> None:

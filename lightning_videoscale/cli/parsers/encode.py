@@ -37,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="wan2.1",
         help="which model it is for; an unknown name is answered with all (default: %(default)s)",
     )
-    parser.add_argument("--sizes", type=area, nargs="+", default=[480 * 832], help="HEIGHTxWIDTH, an area each")
+    parser.add_argument(
+        "--sizes", type=area, nargs="+", default=[480 * 832], help="HEIGHTxWIDTH, an area each (default 480x832)"
+    )
     parser.add_argument("--fps", type=float, default=16.0, help="frames per second (default 16)")
     parser.add_argument("--max-frames", type=int, default=81, help="frames of a clip at most (default 81)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of sizes and of the part of a longer clip")

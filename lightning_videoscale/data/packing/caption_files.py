@@ -212,6 +212,8 @@ def _rows(table: Path) -> tuple[list[str], list[dict[str, Any]]]:
     suffix = table.suffix.lower()
     if suffix not in _SUFFIXES:
         raise ShardError(f"{table} is no table of captions: its name must end in one of {', '.join(_SUFFIXES)}.")
+    if not table.is_file():
+        raise ShardError(f"There is no table of captions {table}. The current folder is {Path.cwd()}.")
     if suffix == ".parquet":
         return parquet_rows(table)
     text = _read(table)

@@ -41,7 +41,7 @@ def expand_each(shards: Patterns, of_folder: Callable[[Path], list[str]] | None 
     each = [[url for part in _expanded(pattern) for url in _shards_of(part, of_folder)] for pattern in patterns]
     empty = [pattern for pattern, urls in zip(patterns, each, strict=True) if not urls]
     if empty or not patterns:
-        raise ShardError(f"No shards found: the patterns {empty} match no file.")
+        raise ShardError(f"No shards found: the patterns {empty} match no file. The current folder is {Path.cwd()}.")
     urls = [url for urls in each for url in urls]
     if missing := [url for url in urls if not (is_remote(url) or os.path.isfile(url))]:
         shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")

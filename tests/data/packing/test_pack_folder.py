@@ -166,6 +166,11 @@ def test_a_row_of_another_folder_says_nothing_of_a_file_of_the_same_name(folder:
     assert captions == {"a/ride.mp4": "a ride"}
 
 
+def test_a_table_that_is_not_there(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match=rf"no table of captions .*caption.csv.*{Path.cwd()}"):
+        pack_folder(folder, tmp_path / "shards", tmp_path / "caption.csv")
+
+
 def test_other_files_of_the_output_are_left_alone(folder: Path, tmp_path: Path) -> None:
     shards = tmp_path / "shards"
     pack_folder(folder, shards, samples_per_shard=1)
