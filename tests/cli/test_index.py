@@ -57,6 +57,9 @@ def test_nothing_that_can_be_used_is_status_one(tmp_path: Path, capsys: pytest.C
 
     assert main(["index", str(tmp_path / "none.tar")]) == 1
     assert "No shards found" in capsys.readouterr().err
+    assert main(["index", str(shard), "--index", str(shard / "table")]) == 1
+    said = capsys.readouterr().err
+    assert f"No index can be kept in {shard}: " in said and "another place: --index FILE" in said
     shutil.copy(shard, tmp_path / "table")
     assert main(["index", str(shard), "--index", str(tmp_path / "table")]) == 1
     assert "is not a shard index" in capsys.readouterr().err.replace("\n", " ")

@@ -53,8 +53,9 @@ def build_index(
         caption_key: Field of ``.json`` that holds the captions; see `find_caption`.
 
     Raises:
-        ShardError: As `index_shards` does, and if ``file`` is something else than an index.
-        OSError: If the table cannot be written.
+        ShardError: As `index_shards` does, if ``file`` is something else than an index, and if nothing can be written
+            beside it.
+        OSError: If writing the table fails.
     """
     table = IndexTable(file)
     older = table.older
@@ -323,8 +324,14 @@ class _Journal:
     def note(self, entry: ShardEntry) -> None:
         """Adds a shard."""
         if self._lines is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._lines = self._file.open("a", encoding="utf-8")
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._lines = self._file.open("a", encoding="utf-8")
+            except OSError as error:
+                raise ShardError(
+                    f"No index can be kept in {self._folder}: {error.strerror}. Name another place: --index FILE, in "
+                    "Python VideoDataModule(index=...)."
+                ) from error
             self._lines.write(header_line())
         self._lines.write(shard_line(entry, self._folder))
         self._lines.flush()
