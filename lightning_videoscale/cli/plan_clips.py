@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import tarfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,7 +71,8 @@ def _of_windows(options: argparse.Namespace) -> PlanClips:
 def _index(options: argparse.Namespace) -> ShardIndex:
     named: list[str] = options.index
     file = Path(named[0]).absolute()  # "." has no name
-    if len(named) == 1 and IndexTable(file).exists:
+    is_shard = file.is_file() and tarfile.is_tarfile(file)
+    if len(named) == 1 and IndexTable(file).exists and not is_shard:
         return ShardIndex.load(file)
     try:
         file = already_packed([named]).index_file

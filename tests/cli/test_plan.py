@@ -208,6 +208,17 @@ def test_in_windows_the_figures_are_those_of_a_training_with_that_window(
     assert run(capsys, *arguments[:-4], "--window", "25", "--best-m-comp")["planned"]["samples"] == 90
 
 
+def test_one_shard_is_planned_on_by_its_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the shell makes of *.tar without quotes, where there is one."""
+    write_shards(tmp_path, 5, shards=1)
+    shard = str(tmp_path / "000.tar")
+    assert main(["plan", "--index", shard]) == 1
+    assert "has no index yet" in capsys.readouterr().err
+    assert main(["index", shard]) == 0
+    capsys.readouterr()
+    assert run(capsys, "--index", shard, "--balance", "planned", "--dp-size", "1", "--m-mem", "160")["samples"] == 5
+
+
 def test_what_cannot_be_planned_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tiny.csv").write_text("source,width,height,fps,num_frames\na,4,4,25,100\n")
     assert main(["plan", "--shapes", str(tmp_path / "tiny.csv")]) == 1
