@@ -53,9 +53,8 @@ def build_index(
         caption_key: Field of ``.json`` that holds the captions; see `find_caption`.
 
     Raises:
-        ShardError: As `index_shards` does, if ``file`` is something else than an index, and if nothing can be written
-            beside it.
-        OSError: If writing the table fails.
+        ShardError: As `index_shards` does, and if ``file`` is something else than an index.
+        OSError: If the table cannot be written.
     """
     table = IndexTable(file)
     older = table.older
@@ -328,7 +327,7 @@ class _Journal:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._lines = self._file.open("a", encoding="utf-8")
             except OSError as error:
-                raise ShardError(
+                raise OSError(
                     f"No index can be kept in {self._folder}: {error.strerror}. Name another place: --index FILE, in "
                     "Python VideoDataModule(index=...)."
                 ) from error
