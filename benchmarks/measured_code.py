@@ -37,7 +37,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "cost/longest": ("lightning_videoscale/cost", *_FUSED, *_EXCHANGE, *_SPLIT, "lightning_videoscale/strategies"),
     "cost/step_time_fit": ("lightning_videoscale/cost",),
     "cost/time_budget": ("lightning_videoscale/cost",),
-    "data/balances": (*_PLANNING, "lightning_videoscale/strategies/ddp.py"),
+    "data/balances": _PLANNING,
     "data/compute_budgets": _PLANNING,
     "data/decode": tuple(f"lightning_videoscale/data/shards/{n}.py" for n in ("decoding", "film", "frames", "media")),
     "data/index_scale": tuple(f"lightning_videoscale/data/shards/{n}.py" for n in ("columns", "index", "index_table")),

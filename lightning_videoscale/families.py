@@ -17,7 +17,7 @@ names as its ``MODULES``:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from importlib import import_module
 from typing import Any, TypeVar
@@ -93,6 +93,12 @@ def known(kind: str, cls: type, own: Mapping[str, Any] | None = None) -> Any | N
         if file is not None and path in (entries := said(file, kind)):
             return entries[path]
     return None
+
+
+def said_of(classes: Iterable[type], kind: str) -> dict[str, Any]:
+    """Returns what the families of some classes say under a name; empty where none of them is known."""
+    files = {FAMILIES[base.__module__] for cls in classes for base in cls.__mro__ if base.__module__ in FAMILIES}
+    return {key: value for file in sorted(files) for key, value in said(file, kind).items()}
 
 
 class AllFamilies(Mapping[str, _Value]):

@@ -22,7 +22,7 @@ from torch import nn
 from lightning_videoscale.cli.finding import Finding
 from lightning_videoscale.compat.diffusers import CLASS_NAME
 from lightning_videoscale.cost import TransformerFlops
-from lightning_videoscale.cost.geometry import geometries_of
+from lightning_videoscale.families import said_of
 from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.injection.report import OF_WHAT
 from lightning_videoscale.parallel import SplitPlan
@@ -140,7 +140,8 @@ def _work(model: nn.Module) -> Iterator[Finding]:
         yield Finding(
             "costs", "missing", f"B * S^2 where nothing is measured: {error}", "run videoscale benchmark-shapes"
         )
-    if geometries := geometries_of(type(model.get_submodule(path)) for path in find_planned_modules(model)):
+    networks = (type(model.get_submodule(path)) for path in find_planned_modules(model))
+    if geometries := said_of(networks, "GEOMETRIES"):
         yield Finding("tokens", "ok", f"geometry= one of {', '.join(geometries)}")
     else:
         yield Finding("tokens", "missing", "no VAE and patches are known", "give VideoDataModule a ModelGeometry")

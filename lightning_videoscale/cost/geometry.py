@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_videoscale.families import FAMILIES, AllFamilies, said
+from lightning_videoscale.families import AllFamilies
 
 _Frames = TypeVar("_Frames", int, NDArray[np.int64])
 
@@ -84,9 +83,3 @@ class ModelGeometry:
 
 GEOMETRIES = AllFamilies[ModelGeometry]("GEOMETRIES")
 """By model family."""
-
-
-def geometries_of(classes: Iterable[type]) -> dict[str, ModelGeometry]:
-    """Returns those of the families of some classes, by name; empty where none is known."""
-    files = {FAMILIES[base.__module__] for cls in classes for base in cls.__mro__ if base.__module__ in FAMILIES}
-    return {name: geometry for file in sorted(files) for name, geometry in said(file, "GEOMETRIES").items()}

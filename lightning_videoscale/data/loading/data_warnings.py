@@ -9,7 +9,7 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_videoscale.cost.budget import Budget
-from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry, geometries_of
+from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.planning import SampleTable
 from lightning_videoscale.data.planning.epoch_plan import EpochPlan
 from lightning_videoscale.data.planning.sample_weights import relative_weights, weights_and_samples
@@ -18,6 +18,7 @@ from lightning_videoscale.data.shards.captions import CAPTION_KEYS
 from lightning_videoscale.data.shards.errors import ShardError
 from lightning_videoscale.data.shards.index import ShardIndex
 from lightning_videoscale.data.shards.keys import batch_name
+from lightning_videoscale.families import said_of
 
 _UNEVEN = 4.0  # times that the weight of one sample is another's
 
@@ -25,10 +26,10 @@ _UNEVEN = 4.0  # times that the weight of one sample is another's
 def warn_of_geometry(geometry: ModelGeometry, trainer: pl.Trainer | None) -> None:
     """Says that tokens are counted as another family than that of the trained network makes them."""
     classes = [] if trainer is None else [type(module) for module in trainer.lightning_module.modules()]
-    own = geometries_of(classes)
+    own = said_of(classes, "GEOMETRIES")
     counted_as = [name for name, known in GEOMETRIES.items() if known == geometry]
     if own and counted_as and geometry not in own.values():
-        network = next(cls for cls in classes if geometries_of([cls]))
+        network = next(cls for cls in classes if said_of([cls], "GEOMETRIES"))
         rank_zero_warn(
             f"VideoDataModule counts tokens as of geometry={counted_as[0]!r}, and {network.__name__} makes others of a "
             f"clip: costs and budgets are wrong. Give VideoDataModule(geometry=...) one of {sorted(own)}, or a "
