@@ -161,6 +161,8 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
 
     @override
     def wrap(self, model: Module) -> DistributedDataParallel:
+        first = self.global_rank - self.local_rank
+        refuse_local_averages(comm_state_of(self), self.mesh.sp.ranks, range(first, first + self.num_processes))
         quantized = {name: p for name, p in model.named_parameters(remove_duplicate=False) if is_quantized(p)}
         leave_to_caller(model, quantized)
         broadcast_from_first(dict.fromkeys(quantized.values()), self.root_device)
@@ -231,8 +233,6 @@ class SequenceParallelDDPStrategy(SequenceParallelMixin, WrappingDDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._create_mesh(self.num_processes, timeout_of(self))
-        first = self.global_rank - self.local_rank
-        refuse_local_averages(comm_state_of(self), self.mesh.sp.ranks, range(first, first + self.num_processes))
 
 
 def _check_arguments(strategy: type, given: Mapping[str, Any]) -> None:
