@@ -216,7 +216,6 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
             self._refuse_manual_accumulation(self._module)
         else:
             self._steps.begin()
-            self._refuse_changes(self.deepspeed_engine.global_steps)
         self._backward_before_step = self.deepspeed_engine.global_steps
         is_due = not accumulates(self._module.trainer)
         self.deepspeed_engine.set_gradient_accumulation_boundary(is_due)
@@ -225,6 +224,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         loss = super().backward(closure_loss, *args, **({"scale_wrt_gas": False} | kwargs))
         if is_due:
             self._steps.agree()
+            self._refuse_changes(self.deepspeed_engine.global_steps)  # here ranks have waited for each other anyway
         return loss
 
     def _refuse_manual_accumulation(self, module: pl.LightningModule) -> None:
