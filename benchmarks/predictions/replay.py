@@ -8,7 +8,7 @@ optimizer, and the exchange that nothing hides.
 Under DDP a rank that is ahead computes more slowly while it waits: NCCL's kernels hold multiprocessors until the other
 ranks have the gradients too (`benchmarks/strategies/gradient_exchange.py`). No step takes longer by that. So of the
 runs, only micro-batches of ranks that nobody else made wait say what a shape takes, and `Replay.ahead` what the others
-take longer.
+take longer. Where the host decides, none does. `AHEAD` and `HOST`, the bounds of both, move CV_step and no step's time.
 """
 
 from __future__ import annotations
