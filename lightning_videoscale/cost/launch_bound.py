@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 from lightning_videoscale.cost.points import Points, Vector, weighted_median
 
-_NEAR_FLOOR = 2.0
+_NEAR_FLOOR = (2.0, 1.5)
+"""Times the shortest, whichever leaves enough to fit a model to; launches themselves differ by less."""
 _MEASUREMENTS, _LENGTHS = 6, 3
 """What a fit needs at least."""
 
@@ -18,9 +19,9 @@ def suffice(lengths: Vector) -> bool:
 
 
 def above_floor(lengths: Vector, seconds: Vector) -> NDArray[np.bool_]:
-    """What takes more than twice as long as the shortest; everything, where that is too little to fit a model to."""
-    above = seconds > _NEAR_FLOOR * seconds.min()
-    return above if suffice(lengths[above]) else np.ones_like(above)
+    """What takes more than 2 times as long as the shortest, or else 1.5; all, where that is too little to fit."""
+    above = (seconds > factor * seconds.min() for factor in _NEAR_FLOOR)
+    return next((each for each in above if suffice(lengths[each])), np.ones_like(lengths, np.bool_))
 
 
 def floor_of(predicted: Vector, points: Points) -> float:

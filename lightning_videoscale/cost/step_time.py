@@ -119,7 +119,7 @@ class StepTimeModel:
 
     @classmethod
     def fit(cls, samples: Sequence[Measurement]) -> StepTimeModel:
-        """Fits both forms to what takes twice as long as the shortest step, where enough does; else to all.
+        """Fits both forms to what takes 2 times as long as the shortest step, or 1.5, where enough does; else to all.
 
         Where some ran by CUDA graphs, it is all too: what waits for the host does run by them.
 

@@ -79,6 +79,19 @@ def test_where_short_steps_run_by_graphs_all_are_fitted_and_there_is_no_floor() 
     assert eager.floor > 0.01 + 2e-5 * 100 + 7e-10 * 100**2
 
 
+def test_few_measurements_above_the_floor_are_fitted_without_those_at_it() -> None:
+    """As on GPUs that share short sequences: the fit to everything was 16 % off for what the device decides."""
+    launch, sizes = 0.19, [(1, 2000), (1, 8000), (4, 2000), (1, 16000), (16, 900), (4, 4000)]
+    large = [(1, 32400), (16, 3900), (8, 7875), (4, 15840), (50, 1872), (2, 32400)]
+    work = {(b, s): 0.02 + b * s * (3e-6 + 3.4e-10 * s) for b, s in (*sizes, *large)}
+    samples = [Measurement(*each, max(launch, seconds)) for each, seconds in work.items()]
+    assert sum(m.seconds > 2 * launch for m in samples) < 6
+    model = StepTimeModel.fit(samples)
+    assert model.floor == launch
+    for each in large:
+        assert model.predict(*each) == pytest.approx(work[each], rel=1e-6)
+
+
 def test_the_floor_is_what_launching_typically_takes() -> None:
     """The host's times vary much more than the device's, and the shortest of them is nobody's."""
     factors = np.resize([1.0, 1.1, 0.75, 1.3, 0.95], 100)

@@ -25,7 +25,10 @@ from lightning_videoscale.cost.matrix import MatrixRow, ShapeMatrix
 from lightning_videoscale.cost.memory import MemoryModel
 from lightning_videoscale.topology import RunsByGraphs, topology_of
 
-DECISIVE = ("gpu", "world_size", "strategy", "sequence_parallel_size", "graphs", "precision", "module", "parameters")
+DECISIVE = (
+    *("gpu", "world_size", "strategy", "sequence_parallel_size", "graphs", "precision", "module", "parameters"),
+    *("activation_checkpointing", "compile", "fused_modules", "recompute_norms"),
+)
 """What of the provenance decides over time and memory: matrices that differ in it hold for other runs."""
 
 _REPEATS = (2, 20)
@@ -106,11 +109,26 @@ def provenance_of(trainer: pl.Trainer) -> dict[str, Any]:
         "precision": trainer.precision,
         "module": f"{type(module).__module__}.{type(module).__qualname__}",
         "parameters": sum(map(full_numel, module.parameters())),
+        **_of_networks(trainer),
         "cuda": torch.version.cuda,
         **{name: installed_version(name) for name in ("lightning-videoscale", "torch", "lightning")},
     }
     found: dict[str, Any] = trainer.strategy.broadcast(seen)
     return found
+
+
+def _of_networks(trainer: pl.Trainer) -> dict[str, Any]:
+    """How networks compute, which decides over time and memory as their size does."""
+    strategy, modules = trainer.strategy, list(trainer.lightning_module.modules())
+    said = strategy.describe() if hasattr(strategy, "describe") else {}
+    fused = [vars(module) for module in modules if "kernel_backend" in vars(module)]
+    return {
+        "activation_checkpointing": said.get("activation checkpointing")
+        or any(getattr(module, "gradient_checkpointing", False) is True for module in modules),
+        "compile": said.get("compile", False),
+        "fused_modules": len(fused),
+        "recompute_norms": any(each.get("recompute_norms") for each in fused),
+    }
 
 
 def _measure(

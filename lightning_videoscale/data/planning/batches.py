@@ -9,10 +9,14 @@ over as many micro-batches as the budget and the longest wait ask for.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+_SHORTEST_WAIT = 120.0
+_LITTLE = 0.005  # of the epoch, as throughputs that differ by less count as equal
 
 
 class Batches(NamedTuple):
@@ -91,6 +95,36 @@ def whole_steps(batches: Batches, slots: int) -> tuple[Batches, NDArray[np.int64
     starts = np.r_[0, np.cumsum(batches.sizes[is_kept])]
     rest = Batches(batches.members[kept], starts, batches.shape_id[is_kept], batches.position[is_kept])
     return rest, np.sort(batches.members[~kept])
+
+
+def affordable_wait(
+    shape_id: NDArray[np.int64],
+    batch_sizes: NDArray[np.int64],
+    costs_of: Callable[[NDArray[np.int64]], NDArray[np.float64]],
+    slots: int,
+) -> float:
+    """The shortest ``max_wait`` of 120 steps, 240, 480 and so on whose micro-batches cost little more than full ones.
+
+    Where steps have few slots, some of them hold few micro-batches of a shape: samples that are to find company in so
+    few steps train in small micro-batches, each of which takes what any step takes.
+
+    Args:
+        shape_id: (samples,) shape of each sample of the stream.
+        batch_sizes: (shapes,) samples of a micro-batch at most.
+        costs_of: Cost of a micro-batch of so many samples of each shape, (shapes,) of (shapes,).
+        slots: Micro-batches of an optimizer step over all ranks.
+    """
+    samples = np.bincount(shape_id, minlength=len(batch_sizes))
+    full = -(-samples // batch_sizes)
+
+    def cost(counts: NDArray[np.int64]) -> float:
+        size, larger = np.divmod(samples, np.maximum(counts, 1))
+        return float(((counts - larger) * costs_of(size) + larger * costs_of(size + 1)).sum())
+
+    wait, enough = _SHORTEST_WAIT, (1 + _LITTLE) * cost(full)
+    while cost(_with_bounded_wait(samples, full, slots, wait)) > enough:  # a wait as long as the epoch fills all
+        wait *= 2
+    return wait
 
 
 def _with_bounded_wait(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lightning_videoscale.cost import StepTimeModel
 from lightning_videoscale.cost.budget import Budget
 from lightning_videoscale.data.planning.arrange import balanced, in_stream_order
-from lightning_videoscale.data.planning.batches import Batches, cut, whole_steps
+from lightning_videoscale.data.planning.batches import Batches, affordable_wait, cut, whole_steps
 from lightning_videoscale.data.planning.epoch_plan import EpochPlan
 from lightning_videoscale.data.planning.layout import Arrangement
 from lightning_videoscale.data.planning.seeded_random import SeededRandom
@@ -90,7 +90,8 @@ class BucketPlanner:
         redraw: The table of an epoch, where every epoch draws shapes anew: the same samples in the same rows. None: it
             is ``table`` in every epoch.
         max_wait: Steps over which ``planned`` gathers the samples of a micro-batch, and micro-batches of like cost, at
-            most, about.
+            most, about. None: 120, or twice, four times as many and so on, until the samples that find no company in so
+            few steps cost at most 0.5 % of the epoch: one rank has one micro-batch a step, whatever shapes there are.
         min_diversity: Different shapes in a step of ``planned`` over how many random draws would have, in [0, 1]. More
             of them in a step cost differently, so ranks are as equal as this allows. None: equal costs go first, and
             steps are as diverse as they allow, up to 0.8; on many ranks of one micro-batch that may be less.
@@ -115,7 +116,7 @@ class BucketPlanner:
     shard_window: int = 64
     source_weights: Sequence[float] | None = None
     redraw: Callable[[int], SampleTable] | None = None
-    max_wait: float = 120.0
+    max_wait: float | None = None
     min_diversity: float | None = None
     windows: EpochWindows | None = None
 
@@ -158,7 +159,7 @@ class BucketPlanner:
         left = _left(done, len(stream))
         layout = self._laid_out(shapes[left], self._key(epoch, left))
         is_rest = done is not None and self.loss_normalization == "epoch"
-        normal = self._normal(self._cut(shapes, self._max_wait) if is_rest else layout.batches)
+        normal = self._normal(self._cut(shapes, self._wait(shapes)) if is_rest else layout.batches)
         return self._planned(stream, left, layout, normal)
 
     def following(self, epoch: int, plan: EpochPlan) -> EpochPlan:
@@ -187,16 +188,17 @@ class BucketPlanner:
         content = windows.content(epoch, window)
         planner = replace(self, table=content.table, windows=None)
         shapes = content.table.shape_id[content.stream].astype(np.int64)
-        whole = planner._cut(shapes, self._max_wait, fill=False)
+        whole = planner._cut(shapes, planner._wait(shapes), fill=False)
         left = _left(done, len(shapes))
         key = (*self._key(epoch, left), *([window.first] if window.first else []))
         left_over, later_steps = np.empty(0, np.int64), 0
         if window.is_last:
             layout = planner._laid_out(shapes[left], key)
         else:
-            batches = whole if done is None else planner._cut(shapes[left], self._max_wait, fill=False)
+            wait = planner._wait(shapes[left])
+            batches = whole if done is None else planner._cut(shapes[left], wait, fill=False)
             batches, left_over = whole_steps(batches, self._slots)
-            layout = planner._layout(batches, key, is_balanced=self.balance == "planned")
+            layout = planner._layout(batches, key, wait)
             to_come = window.total - window.last + len(left_over)
             later_steps = max(1, round(len(whole.sizes) / self._slots * to_come / len(shapes)))
         is_all = window.is_last and not window.first and done is None
@@ -230,39 +232,43 @@ class BucketPlanner:
 
     def _laid_out(self, shapes: NDArray[np.int64], key: tuple[int, ...]) -> Arrangement:
         """Cuts and arranges samples of these shapes, which are in the order of the stream; the key names the draws."""
-        if self.balance != "planned" or not len(shapes):  # nothing may be left of an epoch
-            return self._layout(self._cut(shapes, None), key, is_balanced=False)
-        batches = self._cut(shapes, self.max_wait)
-        own = self._layout(batches, key, is_balanced=True)
-        if len(own.grid) > self.max_wait:
+        wait = self._wait(shapes) if len(shapes) else None  # nothing may be left of an epoch
+        batches = self._cut(shapes, wait)
+        own = self._layout(batches, key, wait)
+        if wait is None or len(own.grid) > wait:
             return own
         # In so few steps no micro-batch waits too long, so that filling them to the brim makes as many.
         full = self._cut(shapes, None)
-        in_order = self._layout(full, key, is_balanced=False)  # as `dual_constraint`
+        in_order = self._layout(full, key, None)  # as `dual_constraint`
         if own.is_no_worse_than(in_order):
             return own
-        others = self._layout(full, key, is_balanced=True), self._layout(batches, key, is_balanced=False)
+        others = self._layout(full, key, wait), self._layout(batches, key, None)
         no_worse = (each for each in (own, *others, in_order) if each.is_no_worse_than(in_order))
         return min(no_worse, key=lambda each: each.over(in_order))
 
-    def _layout(self, batches: Batches, key: tuple[int, ...], is_balanced: bool) -> Arrangement:
+    def _layout(self, batches: Batches, key: tuple[int, ...], max_wait: float | None) -> Arrangement:
+        """Arranges them, balanced over so many steps; None: in the order of the stream."""
         cost = self._costs(batches.sizes, batches.shape_id)
         fillers = -len(cost) % self._slots
         # The cheapest micro-batch again, at the end: all of its samples count elsewhere.
         number = np.r_[np.arange(len(cost)), np.full(fillers, np.argmin(cost) if fillers else 0)]
         cost, position = cost[number], np.r_[batches.position, np.full(fillers, 1.0)]
         ranks, k, draws = self.dp_size, self.micro_batches, SeededRandom(*key)
-        if not is_balanced or not len(cost):
+        if max_wait is None or not len(cost):
             return Arrangement(batches, number, cost, in_stream_order(position, ranks, k, draws))
         shape_id = batches.shape_id[number]
         is_filler = np.arange(len(number)) >= len(batches.sizes)
         amount = self._amounts(batches.sizes[number], shape_id, is_filler & (self.loss_weighting != "none"))
-        grid = balanced(cost, position, shape_id, amount, ranks, k, self.max_wait, self.min_diversity, draws)
+        grid = balanced(cost, position, shape_id, amount, ranks, k, max_wait, self.min_diversity, draws)
         return Arrangement(batches, number, cost, grid)
 
-    @property
-    def _max_wait(self) -> float | None:
-        return self.max_wait if self.balance == "planned" else None
+    def _wait(self, shapes: NDArray[np.int64]) -> float | None:
+        """Steps that samples of a stream of these shapes wait for each other at most; None: however long it takes."""
+        if self.balance != "planned":
+            return None
+        if self.max_wait is not None:
+            return self.max_wait
+        return affordable_wait(shapes, self.batch_sizes, self._costs, self._slots)
 
     @property
     def _slots(self) -> int:
@@ -326,7 +332,8 @@ class BucketPlanner:
         window = windows.first()
         table, stream = windows.content(epoch, window)
         planner = replace(self, table=table, windows=None)
-        whole = planner._cut(table.shape_id[stream].astype(np.int64), self._max_wait, fill=False)
+        shapes = table.shape_id[stream].astype(np.int64)
+        whole = planner._cut(shapes, planner._wait(shapes), fill=False)
         return planner._normal(whole, window.total / len(stream))
 
 

@@ -16,16 +16,20 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
+from lightning_videoscale.callbacks import FusedKernels
 from lightning_videoscale.cost import BucketBudget, MatrixRow, ShapeMatrix, StepTimeModel
 from lightning_videoscale.cost.benchmark import measure_shapes
-from lightning_videoscale.cost.benchmark.measure_shapes import provenance_of
+from lightning_videoscale.cost.benchmark.measure_shapes import DECISIVE, provenance_of
+from lightning_videoscale.cost.matrix import differences
 from lightning_videoscale.data import AutoBudget, VideoDataModule
 from lightning_videoscale.data.loading import datamodule, run_budget
 from lightning_videoscale.data.planning.compute_budget import TriedBudget, best_of, try_budgets
+from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from tests.cost.benchmark.flow import Flow
 from tests.data.clips import write_shards
 from tests.data.training import Witness, trainer_with
 from tests.distributed.pool import ProcessPool
+from tests.models import tiny_wan
 
 Ranks = Callable[[int], ProcessPool]
 
@@ -38,6 +42,10 @@ SETTING = {
     "precision": "32-true",
     "module": "tests.data.training.Witness",
     "parameters": 1,
+    "activation_checkpointing": False,
+    "compile": False,
+    "fused_modules": 0,
+    "recompute_norms": False,
 }
 
 
@@ -273,3 +281,42 @@ def _provenance(shards: str) -> list[Any]:
 def test_what_a_measurement_holds_for_is_the_same_on_all_ranks(shards: str, ranks: Ranks) -> None:
     """As of GPUs of two names; else one rank would take an earlier measurement, and the other wait for a new one."""
     assert ranks(2).run(_provenance, shards) == [[7], [7]]
+
+
+def _seen(shards: str, **settings: Any) -> dict[str, Any]:
+    """Of a training of `Flow`, what a measurement would hold for."""
+    seen: list[dict[str, Any]] = []
+    asks = LambdaCallback(on_train_start=lambda trainer, _: seen.append(provenance_of(trainer)))
+    callbacks = [*settings.pop("callbacks", []), asks]
+    trainer_with(callbacks=callbacks, max_steps=1, **settings).fit(Flow(), VideoDataModule(shards))
+    return seen[0]
+
+
+def _under_ddp(shards: str, **arguments: Any) -> dict[str, Any]:
+    return _seen(shards, strategy=SequenceParallelDDPStrategy(1, **arguments))
+
+
+def test_what_a_measurement_holds_for_is_how_blocks_compute(shards: str, ranks: Ranks) -> None:
+    """Memory differs many times over with activation checkpointing: a budget of a run without it would not fit."""
+    arguments: list[dict[str, Any]] = [{}, {"activation_checkpointing": 0.5}, {"compile": {"backend": "eager"}}]
+    plain, half, compiled = (ranks(1).run(_under_ddp, shards, **each)[0] for each in arguments)
+    assert differences(plain, half, DECISIVE) == ["activation_checkpointing: False measured, 0.5 now"]
+    assert differences(plain, compiled, DECISIVE) == ["compile: False measured, True now"]
+    fused = _seen(shards, callbacks=[FusedKernels(recompute_norms=True)])
+    assert differences(_seen(shards), fused, DECISIVE) == [
+        "fused_modules: 0 measured, 5 now",
+        "recompute_norms: False measured, True now",
+    ]
+
+
+def test_what_a_measurement_holds_for_is_whether_a_model_checkpoints_itself(shards: str) -> None:
+    class Checkpointed(Witness):
+        def configure_model(self) -> None:
+            self.network = tiny_wan()
+            self.network.enable_gradient_checkpointing()
+
+    seen: list[Any] = []
+    asks = LambdaCallback(on_train_start=lambda t, _: seen.append(provenance_of(t)["activation_checkpointing"]))
+    for module in (Witness(), Checkpointed()):
+        trainer_with(callbacks=[asks]).fit(module, VideoDataModule(shards))
+    assert seen == [False, True]

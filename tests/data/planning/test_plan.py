@@ -31,7 +31,7 @@ planners = st.builds(
     seed=st.integers(0, 2**63),
     shuffle=st.booleans(),
     shard_window=st.integers(1, 4),
-    max_wait=st.floats(1, 100),
+    max_wait=st.none() | st.floats(1, 100),
 )
 
 
@@ -336,6 +336,24 @@ def test_weights_may_be_an_array() -> None:
 def test_samples_may_wait_without_end() -> None:
     planner = BucketPlanner(table_of([0] * 400 + [3] * 20), BucketBudget(20, 1e9), dp_size=2, max_wait=math.inf)
     assert trained(planner.plan(0)) == list(range(420))
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_on_few_ranks_samples_wait_until_small_micro_batches_cost_little(k: int) -> None:
+    """One rank has one micro-batch a step: in 120 of them many shapes have no second one."""
+    launch_bound = replace(WAN_14B, floor=float(WAN_14B.predict(1, 20_000)))
+    planner = BucketPlanner(mixed(20_000), BUDGET, dp_size=1, micro_batches=k, step_time=launch_bound)
+    waiting, soon = planner.plan(0), replace(planner, max_wait=120.0).plan(0)
+    full = replace(planner, balance="dual_constraint").plan(0)
+    assert waiting.cost.sum() <= 1.005 * full.cost.sum() < soon.cost.sum()
+    assert trained(waiting) == trained(full) == list(range(20_000))
+
+
+def test_where_it_costs_little_samples_wait_120_steps() -> None:
+    planner = BucketPlanner(mixed(20_000), BUDGET, dp_size=16, step_time=WAN_14B)
+    assert planner.plan(0).digest == replace(planner, max_wait=120.0).plan(0).digest
+    of_work = replace(planner, dp_size=1, step_time=None)  # costs of so much work, whatever it is divided into
+    assert of_work.plan(0).digest == replace(of_work, max_wait=120.0).plan(0).digest
 
 
 def test_counts_are_whole_numbers_of_any_type() -> None:
