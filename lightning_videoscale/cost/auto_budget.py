@@ -34,8 +34,8 @@ class AutoBudget:
     see `TimeBudget`. Memory and costs come from the first of these that there is: the ``matrix``; the
     file that `videoscale benchmark-shapes` left beside the index, if it was measured under the same strategy, precision
     and GPUs; a short benchmark at the start of ``fit`` on GPUs; else M_mem is the longest sample, and costs are the
-    model's FLOPs. A run that goes on as it began keeps what it had, unless a ``matrix`` is named. On other ranks, in another
-    precision, or where blocks are checkpointed, compiled or fused otherwise, it is found anew.
+    model's FLOPs. A run that goes on as it began keeps what it had, unless a ``matrix`` is named. On other ranks, in
+    another precision, or where blocks are checkpointed, compiled or fused otherwise, it is found anew.
 
     Args:
         matrix: File of `videoscale benchmark-shapes`.
