@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from lightning_videoscale.compat.names import Package
+from lightning_videoscale.compat.patching import patch
 
 DIFFUSERS = Package("diffusers", "0.37 to 0.42")
 
@@ -81,6 +82,21 @@ def chunk_of_feed_forward(block: Any) -> int | None:
     """How many tokens a block of SD3 feeds forward at once, which ``enable_forward_chunking`` sets; None: all."""
     size: int | None = block._chunk_size
     return size
+
+
+def wrap_own_checkpoints(
+    network: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> list[Callable[[], None]]:
+    """Wraps what checkpoints a network's blocks, a function of a block and its arguments; returns what takes it back.
+
+    ``enable_gradient_checkpointing`` sets it, and nothing public returns it.
+    """
+    checkpointing = [module for module in network.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    return [
+        patch(module, "_gradient_checkpointing_func", wrap(function))
+        for module in checkpointing
+        if callable(function := getattr(module, "_gradient_checkpointing_func", None))
+    ]
 
 
 def cache_by_values(network: nn.Module) -> str | None:

@@ -8,11 +8,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_videoscale.compat.diffusers import block_classes
+from lightning_videoscale.compat.diffusers import block_classes, wrap_own_checkpoints
 from lightning_videoscale.compat.patching import patch
 from lightning_videoscale.families import known
 from lightning_videoscale.parallel.plan import matching_modules
@@ -91,6 +92,18 @@ def checkpoint_activations(network: nn.Module, share: float = 1.0) -> Undo:
     return replace_forwards(blocks[: math.ceil(round(share * len(blocks), 6))], _checkpointed)
 
 
+def watch_own_checkpoints(network: nn.Module) -> Undo:
+    """Makes it an error if blocks that diffusers checkpoints are computed again by other adapters than before.
+
+    Args:
+        network: One of diffusers. Without ``enable_gradient_checkpointing()`` nothing is changed.
+
+    Returns:
+        What takes it back.
+    """
+    return Undo(*wrap_own_checkpoints(network, _with_the_same_adapters))
+
+
 def replace_forwards(blocks: Sequence[nn.Module], change: _OfBlock) -> Undo:
     """Gives every block the changed forward, inside its hooks; returns what takes it back."""
     return Undo(*(patch(block, "forward", _ChangedForward(block, block.forward, change)) for block in blocks))
@@ -113,20 +126,45 @@ class _ChangedForward:
 def _checkpointed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.cache
     def adapted() -> dict[str, Any]:  # at its first call: a copy of a block has no modules yet while it is made
-        return {path: layer for path, layer in block.named_modules() if hasattr(layer, "active_adapters")}
+        return _adapted_layers(block)
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        run, then = forward, _chosen_adapters(adapted())
-        if then:
-
-            def run(*args: Any, **kwargs: Any) -> Any:
-                _check_adapters(then, _chosen_adapters(adapted()))
-                return forward(*args, **kwargs)
-
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        return checkpoint(_refusing_others(adapted(), forward), *args, use_reentrant=False, **kwargs)
 
     return recomputed
+
+
+def _with_the_same_adapters(checkpointed: Callable[..., Any]) -> Callable[..., Any]:
+    """Of what calls a block and computes it again, the same that is given a block which looks at its adapters."""
+    known_blocks: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()  # a copied network shares this
+
+    def watched(block: Any, *args: Any) -> Any:
+        if not isinstance(block, nn.Module):
+            return checkpointed(block, *args)
+        if block not in known_blocks:
+            known_blocks[block] = _adapted_layers(block)
+        layers = known_blocks[block]
+        return checkpointed(_refusing_others(layers, block) if layers else block, *args)
+
+    return watched
+
+
+def _adapted_layers(block: nn.Module) -> dict[str, Any]:
+    return {path: layer for path, layer in block.named_modules() if hasattr(layer, "active_adapters")}
+
+
+def _refusing_others(layers: Mapping[str, Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what raises, instead of calling ``run``, once other adapters are active than now."""
+    if not layers:
+        return run
+    then = _chosen_adapters(layers)
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        _check_adapters(then, _chosen_adapters(layers))
+        return run(*args, **kwargs)
+
+    return checked
 
 
 def _chosen_adapters(layers: Mapping[str, Any]) -> dict[str, str]:
@@ -144,7 +182,7 @@ def _check_adapters(then: dict[str, str], now: dict[str, str]) -> None:
             "Adapters were changed between forward and backward, in which checkpointed blocks are computed again: at "
             f"{path} of a block they were {then[path]}, and are {now[path]}. Make them active again before backward. A "
             "scale in attention_kwargs ends with the call: give it to set_adapters(names, weights=...) instead. Or "
-            "leave out activation_checkpointing=True."
+            "leave out activation_checkpointing=True, or enable_gradient_checkpointing()."
         )
 
 

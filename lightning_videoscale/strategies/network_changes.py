@@ -23,7 +23,7 @@ from lightning_videoscale.parallel import (
     refusals,
 )
 from lightning_videoscale.parallel.schedules.choices import ScheduleChoices
-from lightning_videoscale.strategies.blocks import checkpoint_activations
+from lightning_videoscale.strategies.blocks import checkpoint_activations, watch_own_checkpoints
 from lightning_videoscale.strategies.compilation import compile_blocks
 from lightning_videoscale.strategies.graphs import run_by_graphs
 from lightning_videoscale.strategies.settings import SequenceParallelSettings
@@ -75,6 +75,8 @@ def change_networks(
             undo.add(compile_blocks(network, settings.compile, stays_compiled=schedules.schedule != "serial"))
         if settings.activation_checkpointing:
             undo.add(checkpoint_activations(network, settings.activation_checkpointing))
+        else:
+            undo.add(watch_own_checkpoints(network))
         if settings.graphs.mode is not False:
             undo.add(
                 run_by_graphs(

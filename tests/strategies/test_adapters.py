@@ -132,3 +132,35 @@ def own_plan() -> SplitPlan:
 
 def test_a_plan_for_the_network_serves_its_adapter(ranks: Ranks) -> None:
     compare(ranks, Lora, CROSSED[1], modules=["transformer"], plan=own_plan())
+
+
+class Switched(RectifiedFlow):
+    """Checkpoints itself, and scores by another adapter before backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer.requires_grad_(False)
+        config = peft.LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False)
+        for name in ("student", "critic"):
+            self.transformer.add_adapter(config, adapter_name=name)
+        self.transformer.enable_gradient_checkpointing()
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        self.transformer.set_adapter("student")
+        loss = super().loss(batch)
+        self.transformer.set_adapter("critic")
+        self.transformer.requires_grad_(True)  # else torch finds fewer tensors to keep, and says so
+        return loss
+
+
+def said_of_switched() -> str:
+    try:
+        trainer(ddp(ulysses_size=1)).fit(Switched(), clips(torch.float32, 1))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_adapters_that_a_network_which_checkpoints_itself_is_not_computed_again_by(ranks: Ranks) -> None:
+    (message,) = ranks(1).run(said_of_switched)
+    assert "they were ['student']" in message and "are ['critic']" in message

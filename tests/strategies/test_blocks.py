@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import peft
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_videoscale.strategies.blocks import checkpoint_activations, find_blocks
+from lightning_videoscale.strategies.blocks import checkpoint_activations, find_blocks, watch_own_checkpoints
 from tests.distributed.families.models.hunyuan_video import build
 from tests.models import tiny_wan
 
@@ -86,18 +87,23 @@ def test_a_share_of_the_blocks_is_recomputed_the_first_ones(share: float, recomp
     assert kept_less == pytest.approx(kept * (1 - recomputed / 10), rel=0.15, abs=0.1 * kept)
 
 
-def adapted_wan() -> Any:
+def adapted_wan(by_diffusers: bool) -> Any:
     model: Any = tiny_wan()
     model.requires_grad_(False)
     for name in ("student", "critic"):
         model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False), adapter_name=name)
     model.set_adapter("student")
-    checkpoint_activations(model)
+    if by_diffusers:
+        model.enable_gradient_checkpointing()
+        watch_own_checkpoints(model)
+    else:
+        checkpoint_activations(model)
     return model
 
 
-def test_adapters_that_another_call_changed_are_active_again_before_backward() -> None:
-    model = adapted_wan()
+@pytest.mark.parametrize("by_diffusers", [False, True])
+def test_adapters_that_another_call_changed_are_active_again_before_backward(by_diffusers: bool) -> None:
+    model = adapted_wan(by_diffusers)
     inputs = (torch.randn(1, 4, 3, 8, 8), torch.tensor([7.0]), torch.randn(1, 3, 16))
     loss = model(*inputs).sample.square().mean()
     model.set_adapter("critic")
@@ -112,13 +118,27 @@ def test_adapters_that_another_call_changed_are_active_again_before_backward() -
     loss.backward()
 
 
-def test_a_scale_that_ends_with_the_call_is_refused_in_backward() -> None:
-    model = adapted_wan()
+@pytest.mark.parametrize("by_diffusers", [False, True])
+def test_a_scale_that_ends_with_the_call_is_refused_in_backward(by_diffusers: bool) -> None:
+    model = adapted_wan(by_diffusers)
     inputs = (torch.randn(1, 4, 3, 8, 8), torch.tensor([7.0]), torch.randn(1, 3, 16))
     with pytest.raises(RuntimeError, match=r"scaled by {.*set_adapters\(names, weights=...\)"):
         model(*inputs, attention_kwargs={"scale": 0.5}).sample.mean().backward()
     model.set_adapters(["student"], weights=[0.5])
     model(*inputs).sample.mean().backward()
+
+
+def test_a_copy_of_a_network_that_checkpoints_itself_looks_at_its_own_adapters() -> None:
+    model = adapted_wan(by_diffusers=True)
+    average = copy.deepcopy(model)
+    average.set_adapter("critic")
+    inputs = (torch.randn(1, 4, 3, 8, 8), torch.tensor([7.0]), torch.randn(1, 3, 16))
+    losses = [network(*inputs).sample.mean() for network in (model, average)]
+    average.set_adapter("student")
+    average.requires_grad_(True)
+    losses[0].backward()
+    with pytest.raises(RuntimeError, match=r"they were \['critic'\].* are \['student'\]"):
+        losses[1].backward()
 
 
 def test_a_model_that_checkpoints_itself_is_not_checkpointed_twice() -> None:
