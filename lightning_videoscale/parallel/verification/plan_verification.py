@@ -244,7 +244,7 @@ def _of_users(theirs: list[str]) -> str:
     return (
         "The split plan is one that tests hold to one device, so look at what else runs on this rank's tokens: "
         f"{listed}. With lightning_videoscale.parallel.gather_sequence it sees all tokens, and split_sequence gives "
-        "this rank's of what is whole."
+        "this rank's of what is whole. Hooks on the network itself see all tokens if they are added before the split."
     )
 
 

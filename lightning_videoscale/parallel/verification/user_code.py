@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from inspect import ismethod
-from itertools import chain
+from itertools import chain, dropwhile
 from typing import Any
 
 from torch import nn
@@ -31,15 +31,19 @@ _LIBRARIES = {
     *sys.stdlib_module_names,
 }
 
+_SPLIT_HOOKS = "lightning_videoscale.parallel.split_hooks"
+
 
 def user_code(network: nn.Module, region: Mapping[str, nn.Module]) -> list[str]:
     """Returns what runs in a region that is of no library known here, as "path: what", one entry for a module at most.
 
     Args:
-        network: Whose forward goes through the region. Hooks on it are outside.
+        network: Whose forward goes through the region. Hooks on it are outside, but for those that came after its
+            split: they are given what is split in front of its forward.
         region: The modules inside, by path.
     """
-    found = [f"the network: {_name(forward)}" for forward in _forwards_of_users(network)][:1]
+    around = chain(_hooks_behind_the_split(network), _forwards_of_users(network))
+    found = [f"the network: {_name(function)}" for function in around][:1]
     for path, module in region.items():
         what = next(chain(map(_name, functions_of_users(module)), _classes_of_users(module)), None)
         if what is not None:
@@ -51,6 +55,12 @@ def functions_of_users(module: nn.Module) -> Iterator[Callable[..., Any]]:
     """Yields hooks of users on a module, and what they have put in place of its forward."""
     yield from filter(_is_of_users, chain.from_iterable(hooks.values() for hooks in hooks_of(module) or ()))
     yield from _forwards_of_users(module)
+
+
+def _hooks_behind_the_split(network: nn.Module) -> Iterator[Callable[..., Any]]:
+    """Hooks of users in front of a network's forward that run after those which split its inputs."""
+    before = (hooks_of(network) or ({},))[0].values()
+    return filter(_is_of_users, dropwhile(lambda hook: _innermost(hook).__module__ != _SPLIT_HOOKS, before))
 
 
 def _forwards_of_users(module: nn.Module) -> Iterator[Callable[..., Any]]:

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_videoscale.parallel import SequenceMesh, gather_sequence, parallelize, split_sequence
 from lightning_videoscale.strategies import SequenceParallelFSDP2Strategy
+from tests.distributed.families.harness import Case
+from tests.distributed.families.models.flux import FAMILIES
 from tests.distributed.pool import ProcessPool
 from tests.distributed.summing import sum_over_ranks
 from tests.distributed.wan_training import Clips, RectifiedFlow
@@ -182,3 +184,54 @@ def test_a_sharded_network_with_an_adapter_beside_it_is_compared_and_trains(rank
     (alone,) = ranks(1).run(fit_sharded, motion_of_all)
     for losses in ranks(2).run(fit_sharded, motion_of_all):
         assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def brighter(x: Tensor, _: nn.Module) -> Tensor:
+    return 2 * x
+
+
+def mean_of_a_slice(x: Tensor, _: nn.Module) -> Tensor:
+    return x + x.mean(1, keepdim=True)
+
+
+def mean_of_a_gathered_slice(x: Tensor, network: nn.Module) -> Tensor:
+    return x + gather_sequence(x, 1, network).mean(1, keepdim=True)
+
+
+def said_of_hooks_on_flux(habits: list[tuple[Any, bool]]) -> list[str | float]:
+    """Hooks in front of a network whose inputs are split there; what is said, or how far it is from one device."""
+    found: list[str | float] = []
+    family, case = FAMILIES["flux"], Case("flux", float32=True)
+    inputs = family.inputs(case, 0)
+
+    def added(network: nn.Module, habit: Any) -> None:
+        def hook(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            return args, kwargs | {"hidden_states": habit(kwargs["hidden_states"], network)}
+
+        network.register_forward_pre_hook(hook, with_kwargs=True)
+
+    with SequenceMesh.create("cpu", ulysses_size=dist.get_world_size()) as mesh:
+        for habit, before in habits:
+            whole, split = family.model(case), family.model(case)
+            added(whole, mean_of_a_slice if habit is mean_of_a_gathered_slice else habit)
+            if before:
+                added(split, habit)
+            parallelize(split, mesh)
+            if not before:
+                added(split, habit)
+            try:
+                output = split(**inputs).sample.detach()
+            except ValueError as error:
+                found.append(" ".join([str(error), *error.__notes__]))
+            else:
+                expected = whole(**inputs).sample.detach()
+                found.append(float((output - expected).norm() / expected.norm()))
+    return found
+
+
+def test_a_hook_that_is_given_inputs_which_are_split_already_is_compared(ranks: Ranks) -> None:
+    exact = [(brighter, False), (mean_of_a_gathered_slice, False), (mean_of_a_slice, True)]
+    for *errors, message in ranks(2).run(said_of_hooks_on_flux, [*exact, (mean_of_a_slice, False)]):
+        assert all(isinstance(error, float) and error < 1e-5 for error in errors), errors
+        assert "computes something else" in message and "the network: " in message
+        assert "said_of_hooks_on_flux" in message and "before the split" in message
