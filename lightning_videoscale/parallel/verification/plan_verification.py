@@ -212,6 +212,13 @@ def _attempt(
     except Exception as error:
         if whole and not _is_sharded(split) and isinstance(error, torch.OutOfMemoryError):
             return None  # nobody waits for this rank
+        if not whole and (replaced := split.replaced()):
+            error.add_note(
+                f"{', '.join(replaced[:3])}{' and others' * (len(replaced) > 3)} of {split.name} are other modules "
+                "than when its sequence was split, which is split and gathered at those before. Add adapters, and "
+                "replace or leave out blocks, before the split, which a Trainer makes when fit begins. Or call the "
+                "undo that parallelize has returned, change the network, and split it again."
+            )
         error.add_note(
             f"Raised while {split.name} ran {'whole' if whole else 'on slices'}, without compilation, to verify its "
             "split plan; verify_plan=False leaves that out."

@@ -25,7 +25,7 @@ from lightning_videoscale.compat.torch.data_parallel import modules_in_forward
 from lightning_videoscale.compat.torch.modules import attributes_but_children, buffers_of, keep_children
 from lightning_videoscale.compat.torch.trees import quick_leaves, tensors_of, tree_map_only
 from lightning_videoscale.parallel.context import SequenceContext
-from lightning_videoscale.parallel.plan import SplitPlan
+from lightning_videoscale.parallel.plan import SplitPlan, matching_modules
 from lightning_videoscale.parallel.redirection import exchange_attention
 from lightning_videoscale.parallel.verification import hook_traces
 
@@ -39,8 +39,17 @@ class SplitNetwork:
         self.name = type(network).__name__  # FSDP2 makes another class of it
         self.network, self.plan, self.context = network, plan, context
         self.around: list[FSDPModule] = []  # sharded, whose forward is under way; see `stage`
+        patterns = {*plan.inputs, *plan.outputs, *plan.gathers, *plan.gathers_inside, *plan.whole}
+        self._planned = {
+            path: x for pattern in sorted(patterns) for path, x in matching_modules(network, pattern).items()
+        }
         self._restore_attention = exchange_attention(network, plan, context)
         self._exchanging = self._forwards()
+
+    def replaced(self) -> list[str]:
+        """Returns where other modules are than those whose inputs or outputs the split has to do with."""
+        now = dict(self.network.named_modules(remove_duplicate=False))
+        return [path for path, module in self._planned.items() if now.get(path) is not module]
 
     def restore_attention(self) -> None:
         """Takes the exchanges back."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -19,7 +20,7 @@ from tests.distributed.families.models.flux import FAMILIES
 from tests.distributed.pool import ProcessPool
 from tests.distributed.summing import sum_over_ranks
 from tests.distributed.wan_training import Clips, RectifiedFlow
-from tests.models import gradient_error, lifted_float_casts
+from tests.models import gradient_error, lifted_float_casts, tiny_wan
 from tests.strategies.fsdp2.training import trainer
 
 Ranks = Callable[[int], ProcessPool]
@@ -235,3 +236,30 @@ def test_a_hook_that_is_given_inputs_which_are_split_already_is_compared(ranks: 
         assert all(isinstance(error, float) and error < 1e-5 for error in errors), errors
         assert "computes something else" in message and "the network: " in message
         assert "said_of_hooks_on_flux" in message and "before the split" in message
+
+
+def without_the_first_block(network: Any) -> None:
+    network.blocks = nn.ModuleList([*network.blocks][1:])
+
+
+def adapted_to_the_end(network: Any) -> None:
+    network.add_adapter(LoraConfig(r=2, target_modules=["proj_out"]))
+
+
+def said_of_other_modules() -> list[str]:
+    found, clips = [], batch(torch.float32)
+    with SequenceMesh.create("cpu", ulysses_size=dist.get_world_size()) as mesh:
+        for change in (without_the_first_block, adapted_to_the_end):
+            network = tiny_wan()
+            parallelize(network, mesh)
+            change(network)
+            with pytest.raises(RuntimeError, match="size of tensor") as error:
+                network(clips["latents"], 1000 * clips["time"], clips["text"])
+            found.append(" ".join(error.value.__notes__))
+    return found
+
+
+def test_modules_that_were_replaced_after_the_split_are_named(ranks: Ranks) -> None:
+    for messages in ranks(2).run(said_of_other_modules):
+        for message, where in zip(messages, ("blocks.0 of Wan", "proj_out of Wan"), strict=True):
+            assert where in message and "before the split" in message
