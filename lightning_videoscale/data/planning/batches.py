@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 _SHORTEST_WAIT = 120.0
 _LITTLE = 0.005  # of the epoch, as throughputs that differ by less count as equal
+_FEW_MORE = 0.1  # micro-batches, and so steps, whose optimizer and gradients of all ranks take time that no cost counts
 
 
 class Batches(NamedTuple):
@@ -106,7 +107,8 @@ def affordable_wait(
     """The shortest ``max_wait`` of 120 steps, 240, 480 and so on whose micro-batches cost little more than full ones.
 
     Where steps have few slots, some of them hold few micro-batches of a shape: samples that are to find company in so
-    few steps train in small micro-batches, each of which takes what any step takes.
+    few steps train in small micro-batches, each of which takes what any step takes. Costs may not know that: FLOPs are
+    as many however they are divided. So there are few more micro-batches, too.
 
     Args:
         shape_id: (samples,) shape of each sample of the stream.
@@ -121,8 +123,14 @@ def affordable_wait(
         size, larger = np.divmod(samples, np.maximum(counts, 1))
         return float(((counts - larger) * costs_of(size) + larger * costs_of(size + 1)).sum())
 
-    wait, enough = _SHORTEST_WAIT, (1 + _LITTLE) * cost(full)
-    while cost(_with_bounded_wait(samples, full, slots, wait)) > enough:  # a wait as long as the epoch fills all
+    enough, many = (1 + _LITTLE) * cost(full), (1 + _FEW_MORE) * full.sum()
+
+    def is_enough(wait: float) -> bool:
+        counts = _with_bounded_wait(samples, full, slots, wait)
+        return bool(counts.sum() <= many and cost(counts) <= enough)
+
+    wait = _SHORTEST_WAIT
+    while not is_enough(wait):  # one as long as the epoch fills all
         wait *= 2
     return wait
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_videoscale.cost import BucketBudget
+from lightning_videoscale.cost import BucketBudget, StepTimeModel
 from lightning_videoscale.data.planning import Balance, BucketPlanner, EpochPlan, MicroBatch
 from lightning_videoscale.data.planning.figures import PlanFigures, delays
 from lightning_videoscale.data.planning.plan import LossUnit
@@ -352,8 +352,14 @@ def test_on_few_ranks_samples_wait_until_small_micro_batches_cost_little(k: int)
 def test_where_it_costs_little_samples_wait_120_steps() -> None:
     planner = BucketPlanner(mixed(20_000), BUDGET, dp_size=16, step_time=WAN_14B)
     assert planner.plan(0).digest == replace(planner, max_wait=120.0).plan(0).digest
-    of_work = replace(planner, dp_size=1, step_time=None)  # costs of so much work, whatever it is divided into
-    assert of_work.plan(0).digest == replace(of_work, max_wait=120.0).plan(0).digest
+
+
+@pytest.mark.parametrize("step_time", [WAN_14B, None])
+def test_on_few_ranks_samples_wait_where_costs_are_of_work_alone(step_time: StepTimeModel | None) -> None:
+    """FLOPs are as many however they are divided, but each step has its optimizer and its reduction."""
+    planner = BucketPlanner(mixed(20_000), BUDGET, dp_size=1, step_time=step_time)
+    full = replace(planner, balance="dual_constraint").plan(0)
+    assert full.steps <= planner.plan(0).steps <= 1.1 * full.steps < replace(planner, max_wait=120.0).plan(0).steps
 
 
 def test_counts_are_whole_numbers_of_any_type() -> None:
