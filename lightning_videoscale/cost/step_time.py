@@ -20,6 +20,9 @@ from lightning_videoscale.cost.points import Points, Vector, held_out_errors, no
 EXPONENTS = np.round(np.arange(1.6, 2.4 + 1e-9, 0.01), 2)
 """Where AdaptiveLoad searches p."""
 
+_LITTLE = 0.5
+"""Share of the squared errors of one cost for all, below which a sum has found what costs depend on."""
+
 
 @dataclass(frozen=True)
 class PowerLaw:
@@ -81,6 +84,12 @@ class AdditiveCost:
         terms, root = cls.terms(samples, lengths), np.sqrt(weights)
         return cls(*map(float, nonnegative_least_squares(terms * (root / seconds)[:, None], root)))
 
+    def explains(self, points: Points) -> bool:
+        """Whether it tells most of how much measured costs differ, on relative errors; of noise it does not."""
+        missed = self.predict(points.samples, points.lengths) / points.seconds - 1
+        typical = float(np.sum(1 / points.seconds) / np.sum(1 / points.seconds**2))
+        return float(missed @ missed) < _LITTLE * float(np.sum((typical / points.seconds - 1) ** 2))
+
     @staticmethod
     def terms(samples: Vector, lengths: Vector) -> NDArray[np.float64]:
         """What each coefficient is multiplied by, (points, 4)."""
@@ -121,7 +130,8 @@ class StepTimeModel:
     def fit(cls, samples: Sequence[Measurement]) -> StepTimeModel:
         """Fits both forms to what takes 2 times as long as the shortest step, or 1.5, where enough does; else to all.
 
-        Where some ran by CUDA graphs, it is all too: what waits for the host does run by them.
+        Where some ran by CUDA graphs, it is all too: what waits for the host does run by them. Where the power law would
+        fall with the work and the sum tells the times, the law is that of the sum's times of single samples.
 
         Args:
             samples: Measured shapes, at least 6, of at least 3 sequence lengths.
@@ -140,13 +150,18 @@ class StepTimeModel:
         every = Points(b, s, seconds, np.ones_like(seconds))
         above = np.ones_like(s, np.bool_) if any(m.by_graph for m in samples) else above_floor(s, seconds)
         points = every.where(above)
-        power_law = PowerLaw.fit(*points[:3])
-        if power_law.b <= 0 or not np.ptp(points.seconds):  # rounded, the slope of equal times may be above zero
-            raise _not_growing(power_law)
+        power_law, additive = PowerLaw.fit(*points[:3]), AdditiveCost.fit(*points)
         of_power_law = held_out_errors(lambda others: PowerLaw.fit(*others[:3]), points)
         of_sum = held_out_errors(lambda others: AdditiveCost.fit(*others), points)
+        if power_law.b <= 0 and additive.explains(points):
+            # On absolute errors the largest micro-batches decide. These have equally many tokens, and those of most
+            # samples are the slowest: the law has no cost of samples, and would fall with the length.
+            power_law = PowerLaw.fit(np.ones_like(points.lengths), points.lengths, additive.predict(1, points.lengths))
+            of_power_law = np.abs(power_law.predict(points.samples, points.lengths) / points.seconds - 1)
+        if power_law.b <= 0 or not np.ptp(points.seconds):  # rounded, the slope of equal times may be above zero
+            raise _not_growing(power_law)
         errors = (float(np.median(each)) for each in (of_power_law, of_sum))
-        model = cls(power_law, AdditiveCost.fit(*points), *errors)
+        model = cls(power_law, additive, *errors)
         if not model.grows_from(points.lengths.min()):
             raise _not_growing(model.form)
         return model if above.all() else model.with_floor(every)

@@ -19,6 +19,7 @@ from lightning_videoscale.cost import (
     TimeBudget,
     TransformerFlops,
 )
+from lightning_videoscale.cost.benchmark.grid import spread_over_shapes
 from lightning_videoscale.cost.points import nonnegative_least_squares
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -51,6 +52,26 @@ def test_what_samples_cost_beside_their_tokens_is_found_again() -> None:
     assert model.additive.per_sample == pytest.approx(per_sample, rel=1e-6)
     assert model.predict(200, 300) == pytest.approx(0.05 + 200 * (per_sample + 2e-5 * 300 + 7e-10 * 300**2))
     assert StepTimeModel.from_dict(json.loads(json.dumps(model.to_dict()))) == model
+
+
+def test_costs_of_samples_do_not_hide_that_times_grow_with_the_tokens() -> None:
+    """The largest micro-batches hold equally many tokens, so those of the shortest samples take longest."""
+    lengths = np.unique(np.geomspace(64, 4000, 40).astype(int)).tolist()
+    cells = spread_over_shapes([(1, 8, 8, False)] * len(lengths), lengths)
+
+    def seconds(b: int, s: int) -> float:
+        return 2e-3 + b * (4e-5 + 6e-7 * s + 2e-11 * s**2)  # 67 tokens' worth of time per sample
+
+    times = {(c.samples, c.sequence_length): seconds(c.samples, c.sequence_length) for c in cells}
+    model = StepTimeModel.fit([Measurement(*cell, t) for cell, t in times.items()])
+    assert [float(model.predict(*cell)) for cell in times] == pytest.approx([*times.values()], rel=1e-5)
+    law = model.power_law
+    assert 1.6 <= law.p <= 2.4 and law.predict(1, 4000) == pytest.approx(seconds(1, 4000), rel=0.1)
+    assert model.budget(seconds(1, 4000), m_mem=8000).batch_size(4000) == 1
+    falling = [0.2 * (1 + 0.05 * x) for x in np.random.default_rng(0).standard_normal(len(times))]
+    falling = [t - 5e-6 * b * s for t, (b, s) in zip(falling, times, strict=True)]
+    with pytest.raises(ValueError, match="do not grow"):  # a sum that tells nothing does not replace the law
+        StepTimeModel.fit([Measurement(*cell, t) for cell, t in zip(times, falling, strict=True)])
 
 
 def test_costs_of_a_tiny_model_that_nobody_measured_still_differ() -> None:
