@@ -130,8 +130,8 @@ class StepTimeModel:
     def fit(cls, samples: Sequence[Measurement]) -> StepTimeModel:
         """Fits both forms to what takes 2 times as long as the shortest step, or 1.5, where enough does; else to all.
 
-        Where some ran by CUDA graphs, it is all too: what waits for the host does run by them. Where the power law would
-        fall with the work and the sum tells the times, the law is that of the sum's times of single samples.
+        Where some ran by CUDA graphs, it is all too: what waits for the host does run by them. Where the power law
+        would fall with the work and the sum tells the times, the law is that of the sum's times of single samples.
 
         Args:
             samples: Measured shapes, at least 6, of at least 3 sequence lengths.

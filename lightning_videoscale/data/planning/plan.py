@@ -91,8 +91,8 @@ class BucketPlanner:
             is ``table`` in every epoch.
         max_wait: Steps over which ``planned`` gathers the samples of a micro-batch, and micro-batches of like cost, at
             most, about. None: 120, or twice, four times as many and so on, until the samples that find no company in so
-            few steps cost at most 0.5 % of the epoch and make at most 10 % more micro-batches: one rank has one micro-batch
-            a step, whatever shapes there are.
+            few steps cost at most 0.5 % of the epoch and make at most 10 % more micro-batches: one rank has one
+            micro-batch a step, whatever shapes there are.
         min_diversity: Different shapes in a step of ``planned`` over how many random draws would have, in [0, 1]. More
             of them in a step cost differently, so ranks are as equal as this allows. None: equal costs go first, and
             steps are as diverse as they allow, up to 0.8; on many ranks of one micro-batch that may be less.
