@@ -36,6 +36,15 @@ class Points(NamedTuple):
         """These points, then the others."""
         return Points(*map(np.concatenate, zip(self, others, strict=True)))
 
+    def alone(self, form: CostForm) -> Points:
+        """One sample of each length, with what a formula says that it takes."""
+        ones = np.ones_like(self.samples)
+        return self._replace(samples=ones, seconds=form.predict(ones, self.lengths))
+
+    def errors_of(self, form: CostForm) -> Vector:
+        """Absolute relative error of a formula at every point, (points,)."""
+        return np.abs(form.predict(self.samples, self.lengths) / self.seconds - 1)
+
 
 class CostForm(Protocol):
     """A fitted formula."""
@@ -50,8 +59,7 @@ def held_out_errors(fit: Callable[[Points], CostForm], points: Points) -> Vector
     lengths = np.unique(points.lengths)
     for fold in range(min(_FOLDS, len(lengths))):
         out = np.isin(points.lengths, lengths[fold::_FOLDS])
-        form = fit(points.where(~out))
-        errors[out] = np.abs(form.predict(points.samples[out], points.lengths[out]) / points.seconds[out] - 1)
+        errors[out] = points.where(out).errors_of(fit(points.where(~out)))
     return errors
 
 

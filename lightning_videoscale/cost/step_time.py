@@ -86,9 +86,10 @@ class AdditiveCost:
 
     def explains(self, points: Points) -> bool:
         """Whether it tells most of how much measured costs differ, on relative errors; of noise it does not."""
-        missed = self.predict(points.samples, points.lengths) / points.seconds - 1
-        typical = float(np.sum(1 / points.seconds) / np.sum(1 / points.seconds**2))
-        return float(missed @ missed) < _LITTLE * float(np.sum((typical / points.seconds - 1) ** 2))
+        of_one_time = points.weights / points.seconds
+        one_time = of_one_time.sum() / (of_one_time / points.seconds).sum()
+        spread = points.weights @ (one_time / points.seconds - 1) ** 2
+        return bool(points.weights @ points.errors_of(self) ** 2 < _LITTLE * spread)
 
     @staticmethod
     def terms(samples: Vector, lengths: Vector) -> NDArray[np.float64]:
@@ -156,8 +157,8 @@ class StepTimeModel:
         if power_law.b <= 0 and additive.explains(points):
             # On absolute errors the largest micro-batches decide. These have equally many tokens, and those of most
             # samples are the slowest: the law has no cost of samples, and would fall with the length.
-            power_law = PowerLaw.fit(np.ones_like(points.lengths), points.lengths, additive.predict(1, points.lengths))
-            of_power_law = np.abs(power_law.predict(points.samples, points.lengths) / points.seconds - 1)
+            power_law = PowerLaw.fit(*points.alone(additive)[:3])
+            of_power_law = points.errors_of(power_law)
         if power_law.b <= 0 or not np.ptp(points.seconds):  # rounded, the slope of equal times may be above zero
             raise _not_growing(power_law)
         errors = (float(np.median(each)) for each in (of_power_law, of_sum))

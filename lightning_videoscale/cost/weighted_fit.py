@@ -60,11 +60,17 @@ def _without_launches(points: Points, p_bounds: tuple[float, float]) -> StepTime
 
 
 def _fit(points: Points, p_bounds: tuple[float, float]) -> StepTimeModel:
-    power_law = fit_power_law(points, p_bounds)
+    power_law, additive = fit_power_law(points, p_bounds), _fit_additive(points)
+    of_power_law, of_sum = (
+        held_out_errors(fit, points) for fit in (partial(fit_power_law, p_bounds=p_bounds), _fit_additive)
+    )
+    if power_law.b <= 0 and additive.explains(points):  # as in `StepTimeModel.fit`
+        power_law = fit_power_law(points.alone(additive), p_bounds)
+        of_power_law = points.errors_of(power_law)
     if power_law.b <= 0:
         raise ValueError(f"the times do not grow with the work ({power_law})")
-    errors = [held_out_errors(fit, points) for fit in (partial(fit_power_law, p_bounds=p_bounds), _fit_additive)]
-    return StepTimeModel(power_law, _fit_additive(points), *(weighted_median(e, points.weights) for e in errors))
+    errors = (weighted_median(each, points.weights) for each in (of_power_law, of_sum))
+    return StepTimeModel(power_law, additive, *errors)
 
 
 def _error(model: StepTimeModel) -> float:

@@ -51,6 +51,18 @@ def test_times_that_shrink_with_the_work_have_no_law_but_their_mean() -> None:
     assert law.a == 0 and law.b == pytest.approx(1e-9, rel=0.2), "no step takes less than no time"
 
 
+def test_costs_of_samples_do_not_hide_that_times_grow_with_the_tokens() -> None:
+    """Text that runs through all blocks costs a sample as much as 500 tokens, and short ones come in hundreds."""
+    lengths = np.tile(np.geomspace(64, 4000, 12).round(), 2)
+    samples = np.repeat([8000.0, 4000.0], 12) // lengths
+    seconds = 0.002 + samples * (3e-4 + 6e-7 * lengths + 2e-11 * lengths**2)
+    points = Points(samples, lengths, seconds, np.full(24, 20.0))
+    assert fit_power_law(points.where(seconds > 2 * seconds.min())).b == 0
+    model = fit_step_time(points)
+    assert model.predict(samples, lengths) == pytest.approx(seconds, rel=1e-4)
+    assert model.form is model.additive and model.power_law.b > 0
+
+
 @pytest.mark.parametrize("seed", [138, *range(20)])
 def test_a_fit_to_steps_that_all_wait_for_the_host_is_a_budget_or_refused(seed: int) -> None:
     """By noise alone the power law may grow a little, and the sum be a constant: no number of samples takes longer."""
