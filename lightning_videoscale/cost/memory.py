@@ -11,6 +11,9 @@ import numpy as np
 from lightning_videoscale.cost.measurement import Measurement
 from lightning_videoscale.cost.points import nonnegative_least_squares
 
+_PLATEAU = 1.01
+"""Over the least peak, what still counts as equal to it."""
+
 
 class MemoryLine(NamedTuple):
     """Bytes over tokens: fixed + per_token * B * S.
@@ -52,7 +55,7 @@ class MemoryModel:
 
     @classmethod
     def fit(cls, samples: Sequence[Measurement], accumulates: bool = True) -> MemoryModel:
-        """Fits measured peaks, on relative error.
+        """Fits measured peaks, on relative error: those above a plateau of the smallest, where they make a line.
 
         Args:
             samples: Measured shapes; those without a peak are left out.
@@ -67,11 +70,13 @@ class MemoryModel:
         if accumulates or len(first) < len(later):
             return cls._over(later, None)
         at_start = [(_tokens(m), m.start_bytes) for m in samples if m.start_bytes is not None]
-        return cls._over(first, _line(at_start) if len(at_start) == len(first) else None)
+        return cls._over(first, _line(_above_plateau(at_start)) if len(at_start) == len(first) else None)
 
     @classmethod
     def _over(cls, peaks: Sequence[tuple[int, float]], at_start: MemoryLine | None) -> MemoryModel:
-        line = _line(peaks)
+        peaks = _above_plateau(peaks)
+        # What has another line beside it need not tell how many tokens there is room for.
+        line = _line(peaks, 1.0 if at_start is None else 0.0)
         model = cls(*line, worst_excess=0.0, at_start=at_start)
         excess = max(peak / model.predict(1, tokens) - 1 for tokens, peak in peaks)
         return cls(*line, worst_excess=max(0.0, excess), at_start=at_start)
@@ -113,13 +118,29 @@ def _tokens(measured: Measurement) -> int:
     return measured.samples * measured.sequence_length
 
 
-def _line(peaks: Sequence[tuple[int, float]]) -> MemoryLine:
-    """The line through peaks."""
-    if len(peaks) < 3 or len({tokens for tokens, _ in peaks}) < 2:
+def _above_plateau(peaks: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+    """Leaves out peaks that other things than tokens make, as gathered weights do in small micro-batches.
+
+    These take as much as the least. They would make the line too flat, and M_mem too large.
+    """
+    least = min((peak for _, peak in peaks), default=0.0)
+    above = [(tokens, peak) for tokens, peak in peaks if peak > _PLATEAU * least]
+    return above if _suffice(above) else peaks
+
+
+def _suffice(peaks: Sequence[tuple[int, float]]) -> bool:
+    return len(peaks) >= 3 and len({tokens for tokens, _ in peaks}) >= 2
+
+
+def _line(peaks: Sequence[tuple[int, float]], least: float = 1.0) -> MemoryLine:
+    """The line through peaks, which must grow by more than so many times what the line is off by."""
+    if not _suffice(peaks):
         raise ValueError(f"A memory model needs 3 measured peaks of 2 token counts; got {len(peaks)}.")
     tokens, measured = (np.array(column, np.float64) for column in zip(*peaks, strict=True))
     terms = np.stack([np.ones_like(tokens), tokens], axis=1)
     fixed, per_token = map(float, nonnegative_least_squares(terms / measured[:, None], np.ones_like(measured)))
-    if per_token <= 0:
+    line = MemoryLine(fixed, per_token)
+    # A slope that is all rounding, or of a few peaks above a constant, would leave room for any number of tokens.
+    if per_token * np.ptp(tokens) <= least * np.abs(terms @ line - measured).max():
         raise ValueError(f"The measured peaks do not grow with the tokens ({list(peaks)}); measure larger shapes.")
-    return MemoryLine(fixed, per_token)
+    return line

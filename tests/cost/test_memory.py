@@ -30,6 +30,16 @@ def test_a_fit_that_falls_short_keeps_its_excess_free() -> None:
     assert model.m_mem(80 * GIB, reserve=0) < (80 * GIB - model.fixed) / model.per_token
 
 
+@pytest.mark.parametrize("per_token", [400_000, 800_000])
+def test_where_small_micro_batches_all_take_as_much_the_line_is_that_of_the_others(per_token: int) -> None:
+    """As where weights gathered from all ranks are the peak: a line through all of them would be flat."""
+    tokens = (256, 1000, 4000, 16_000, 32_000, 58_000, 60_000, 64_000)
+    peaks = [Measurement(1, s, 1.0, max(40 * GIB, 20 * GIB + per_token * s)) for s in tokens]
+    model = MemoryModel.fit(peaks)
+    assert model.worst_excess == pytest.approx(0, abs=1e-9)
+    assert model.m_mem(80 * GIB, reserve=0) == pytest.approx(60 * GIB / per_token, abs=1)
+
+
 def peaks_of_steps(tokens: int) -> tuple[float, float]:
     """Peaks of a later and of the first micro-batch: 10 blocks, checkpointed, with 2 GiB of gradients."""
     states, gradients, kept, block = 6 * GIB, 2 * GIB, 30_000 * tokens, 130_000 * tokens
@@ -65,6 +75,9 @@ def test_what_cannot_be_fitted_or_does_not_fit_is_said() -> None:
         MemoryModel.fit([Measurement(1, 10, 1.0, 5.0)])
     with pytest.raises(ValueError, match="do not grow"):
         MemoryModel.fit([Measurement(1, s, 1.0, 1e9 / s) for s in (10, 20, 30)])
+    rounded = [Measurement(1, s, 1.0, 40 * GIB + 512 * (s in (200, 300))) for s in (100, 200, 300, 400)]
+    with pytest.raises(ValueError, match="do not grow"):  # something beside the tokens is the peak
+        MemoryModel.fit(rounded)
     model = MemoryModel(fixed=90 * GIB, per_token=1e5, worst_excess=0.0)
     with pytest.raises(ValueError, match=r"80\.0 GiB, 90\.0"):
         model.m_mem(80 * GIB)
