@@ -15,6 +15,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_videoscale.compat.lightning.logged_means import leave_out_of_means
 from lightning_videoscale.compat.lightning.training_loop import loaders_under_way
 from lightning_videoscale.ranks import gather_over_ranks
 from lightning_videoscale.strategies.batches.dealt_order import deal_alike
@@ -58,6 +59,7 @@ class GroupBatches(StrategyPart):
     def process_dataloader(self, dataloader: object) -> object:
         loader = super().process_dataloader(dataloader)
         deal_alike(loader, self._seed_dealing, self.root_device)
+        leave_out_of_means(self._module.trainer, self._is_filler)
         if self._sharing is None:
             return loader
         trainer, to_device = self._module.trainer, not _keeps_host_batches(self._module)
@@ -101,9 +103,16 @@ class GroupBatches(StrategyPart):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._seed_step()
-        candidates = _loss_weight(args[0] if args else None), self._transferred_weight
-        self._loss_weight = next((weight for weight in candidates if weight is not None), 1.0)
+        self._loss_weight = self._weight_of(args[0] if args else None)
         return super().training_step(*args, **kwargs)
+
+    def _weight_of(self, batch: Any) -> float:
+        candidates = _loss_weight(batch), self._transferred_weight
+        return next((weight for weight in candidates if weight is not None), 1.0)
+
+    def _is_filler(self, batch: Any) -> bool:
+        """Whether the batch under way repeats samples that count elsewhere, to give ranks equally many batches."""
+        return self._weight_of(batch) == 0
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from lightning_videoscale.callbacks import LossWeighting
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data import VideoDataModule
 from lightning_videoscale.parallel import SplitPlan
-from tests.data.clips import clip, npy, write_shard, write_shards
+from tests.data.clips import SHAPES, clip, npy, write_shard, write_shards
 from tests.data.training import Witness, trainer_with
 from tests.distributed.pool import ProcessPool
 
@@ -136,9 +136,9 @@ def _unsplit() -> SequenceParallelDDPStrategy:
     return SequenceParallelDDPStrategy(ulysses_size=1, modules=[""], plan=plan)
 
 
-def _validate(shards: str) -> tuple[float, list[tuple[int, float]]]:
+def _validate(shards: str, budget: BucketBudget = BUDGET) -> tuple[float, list[tuple[int, float]]]:
     module, trainer = LogsOverRanks(), trainer_with(strategy=_unsplit(), devices=2)
-    data = VideoDataModule(shards, budget=BUDGET, val_shards=shards)
+    data = VideoDataModule(shards, budget=budget, val_shards=shards)
     return trainer.validate(module, data, verbose=False)[0]["val_loss"], module.seen
 
 
@@ -148,6 +148,16 @@ def test_a_logged_mean_is_that_of_all_samples_where_ranks_hold_unequally_many(tm
     assert sum(counts) == 7
     for logged, _ in results:
         assert logged == pytest.approx(np.average(losses, weights=counts), rel=1e-6)
+
+
+def test_a_logged_mean_takes_a_sample_once_that_is_read_again_to_fill_a_gap(tmp_path: Path, ranks: Ranks) -> None:
+    of_one_length = [clip(40 * number, SHAPES[-1]) for number in range(5)]
+    shards, one_each = str(write_shard(tmp_path / "000.tar", of_one_length)), BucketBudget(m_mem=80, m_comp=80 * 80)
+    results = ranks(2).run(_validate, shards, one_each)
+    losses = {loss for _, seen in results for _, loss in seen}
+    assert len(losses) == 5 and sum(len(seen) for _, seen in results) == 6
+    for logged, _ in results:
+        assert logged == pytest.approx(np.mean(list(losses)), rel=1e-6)
 
 
 def _fit_by_own_clocks(shards: str, intervals: list[timedelta]) -> int:
