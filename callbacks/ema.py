@@ -70,6 +70,7 @@ class EMA(pl.Callback):
         self.decay, self.every_n_steps, self.first_step = decay, every_n_steps, first_step
         self._module: pl.LightningModule | None = None
         self._weights: TrainedWeights | None = None
+        self._kept_as: type[TrainedWeights] | None = None  # where the average's elements lie
         self._average: dict[str, Tensor] = {}
         self._has_begun = False
         self._saved: Mapping[str, Any] | None = None  # of a checkpoint, until the parameters are where they stay
@@ -150,8 +151,20 @@ class EMA(pl.Callback):
 
         Of what an earlier fit did not train, the average begins with the weights, as it has begun already. What only
         the earlier fit trained is averaged no more: all else trains beside its weights now.
+
+        Raises:
+            ValueError: If the earlier fit's average is of other elements, as its strategy shared parameters out.
         """
         shares = weights.shares()
+        held = [key for key in self._average if key in shares]
+        moved = self._average and not held and type(weights) is not self._kept_as
+        if moved or any(self._average[key].shape != shares[key].shape for key in held):
+            raise ValueError(
+                "EMA holds averages of an earlier fit, whose strategy shared the parameters out otherwise than "
+                f"{type(weights).__name__} of this one does. Give this Trainer an EMA of its own, and go on from a "
+                "checkpoint of that fit: trainer.save_checkpoint(path) there, fit(..., ckpt_path=path) here."
+            )
+        self._kept_as = type(weights)
         self._average = {key: average for key, average in self._average.items() if key in shares}
         for key, share in shares.items():
             if key not in self._average:

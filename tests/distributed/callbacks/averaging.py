@@ -223,3 +223,15 @@ def use(name: str, folder: Path) -> tuple[float, float, str]:
     saved = WanTransformer3DModel.from_pretrained(folder / name).state_dict()
     expected = {key.removeprefix("transformer."): value for key, value in oracle.average.items()}
     return difference(saved, expected), abs(tested["test_loss"] - validated), message
+
+
+def refit(first: str, second: str) -> str:
+    """What a fit says whose callback holds the averages of one under another strategy."""
+    module, ema = Flow(), EMA(DECAY)
+    with ExitStack() as contexts:
+        trainer_of(first, 1, [ema], contexts, max_epochs=1).fit(module, clips(first))
+        try:
+            trainer_of(second, 1, [ema], contexts, max_epochs=1).fit(module, clips(second))
+        except ValueError as error:
+            return str(error)
+    return "nothing"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_videoscale.strategies import read_weights
-from tests.distributed.callbacks.averaging import carry, fail, train, use
+from tests.distributed.callbacks.averaging import carry, fail, refit, train, use
 from tests.distributed.pool import ProcessPool
 from tests.distributed.zero import needs_deepspeed
 
@@ -68,4 +68,11 @@ def test_a_validation_that_fails_leaves_what_is_trained(ranks: Ranks, name: str)
     for outcome in ranks(2).run(fail, name, 2):
         assert outcome.validation <= 1e-6
         assert outcome.swapped_back
+    ranks(2).stop()  # whose groups a failed run leaves open
+
+
+@pytest.mark.parametrize("second", ["fsdp2", pytest.param("zero2", marks=needs_deepspeed)])
+def test_averages_of_a_fit_that_shared_parameters_out_otherwise_are_refused(ranks: Ranks, second: str) -> None:
+    for said in ranks(2).run(refit, "ddp", second):
+        assert "otherwise than" in said and "ckpt_path=path" in said
     ranks(2).stop()  # whose groups a failed run leaves open
