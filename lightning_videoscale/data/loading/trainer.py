@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_videoscale.compat.lightning import first_place
 from lightning_videoscale.compat.lightning.training_loop import (
@@ -160,6 +160,13 @@ class TrainerPosition:
         """Tells the Trainer where a pass over an epoch begins, unless it does not train now."""
         if not self.trainer.training:
             return
+        if self._total is None and not progress.done and self.trainer.fit_loop.restarted_mid_epoch:
+            rank_zero_warn(
+                f"The checkpoint was saved within epoch {self.trainer.current_epoch} and no state of VideoDataModule "
+                "came with it: what was trained of the epoch is trained again. A DataModule that holds others has to "
+                "save theirs: return {name: data.state_dict(), ...} in its state_dict, and in its load_state_dict set "
+                "data.trainer = self.trainer and call data.load_state_dict(...) of each."
+            )
         self._note(progress)
         place_in_epoch(self.trainer, progress.trained_as, progress.done, self._total)
         self._total = None

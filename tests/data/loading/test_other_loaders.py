@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import webdataset as wds
@@ -88,3 +90,52 @@ def test_a_loader_that_hides_the_sampler_cannot_be_saved(tmp_path: Path) -> None
     data = Piped(write_shards(tmp_path, 10), budget=BUDGET)
     with pytest.raises(RuntimeError, match=r"attribute `sampler`"):
         trainer_with(limit_val_batches=0, enable_checkpointing=True, callbacks=[saver]).fit(Witness(), data)
+
+
+class Holding(pl.LightningDataModule):
+    """Two datasets a step, each by a DataModule of its own."""
+
+    def __init__(self, shards: str, with_states: bool) -> None:
+        super().__init__()
+        self.parts = {name: VideoDataModule(shards, budget=BUDGET, seed=seed) for seed, name in enumerate("ab")}
+        self.with_states = with_states
+
+    def prepare_data(self) -> None:
+        for data in self.parts.values():
+            data.prepare_data()
+
+    def setup(self, stage: str) -> None:
+        for data in self.parts.values():
+            data.trainer = self.trainer
+            data.setup(stage)
+
+    def train_dataloader(self) -> Any:
+        return {name: data.train_dataloader() for name, data in self.parts.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: data.state_dict() for name, data in self.parts.items()} if self.with_states else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, data in self.parts.items():
+            data.trainer = self.trainer
+            data.load_state_dict(state_dict[name])
+
+
+class OfBoth(Witness):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return sum(super(OfBoth, self).training_step(part, batch_idx) for part in batch.values())
+
+
+@pytest.mark.parametrize(("with_states", "step"), [(True, 1), (False, 1), (False, -1)])
+def test_data_modules_within_another_go_on_by_their_states(tmp_path: Path, with_states: bool, step: int) -> None:
+    shards, first, second = write_shards(tmp_path, 50), OfBoth(), OfBoth()
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=step if step > 0 else None, filename="{step}", save_top_k=-1)
+    trainer_with(callbacks=[saver], enable_checkpointing=True).fit(first, Holding(shards, with_states))
+    saved = min(tmp_path.glob("*.ckpt"), key=lambda file: int(file.stem.removeprefix("step=")))
+    lost = not with_states and step == 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_with(max_epochs=2).fit(second, Holding(shards, with_states), ckpt_path=saved)
+    assert any("within epoch 0 and no state" in str(warning.message) for warning in caught) is lost
+    if with_states:
+        assert second.batches[0] == first.batches[0][2:]
