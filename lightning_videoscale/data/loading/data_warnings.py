@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import lightning.pytorch as pl
 import numpy as np
@@ -13,6 +13,7 @@ from lightning_videoscale.cost.geometry import GEOMETRIES, ModelGeometry
 from lightning_videoscale.data.planning import SampleTable
 from lightning_videoscale.data.planning.epoch_plan import EpochPlan
 from lightning_videoscale.data.planning.sample_weights import relative_weights, weights_and_samples
+from lightning_videoscale.data.planning.shapes import Media
 from lightning_videoscale.data.planning.windows import EpochWindows
 from lightning_videoscale.data.shards.captions import CAPTION_KEYS
 from lightning_videoscale.data.shards.errors import ShardError
@@ -76,6 +77,24 @@ def warn_of_captions(index: ShardIndex) -> None:
             f"{without} of {len(index)} samples have no caption and are read with an empty text; the first is "
             f"{index.sample_id(index.first_without_caption)!r}. Captions are .txt, or else a field of .json "
             f"({', '.join(CAPTION_KEYS)}; caption_key= names another)."
+        )
+
+
+def explain_missing(error: BaseException, indexes: Sequence[ShardIndex]) -> None:
+    """Adds to a KeyError where a member of batches comes from that the shards do not hold."""
+    name = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if name == "latents" and any((index.samples.clips.media != Media.LATENTS).any() for index in indexes):
+        error.add_note(
+            "The shards hold videos or images, of which batches have 'video'. For 'latents', encode them once by "
+            "`videoscale encode --vae ...` and train on its output, or while training by "
+            "VideoDataModule(encode=OnlineEncoder(DiffusersVae(...)))."
+        )
+    held = {batch_name(extension) for index in indexes for extension in index.samples.extensions}
+    if name in ("text_embeds", "text_mask") and name not in held:
+        error.add_note(
+            f"The shards hold no {name}, and batches have captions as texts. Embeddings come by "
+            "`videoscale encode --text-encoder ...`, or while training by "
+            "VideoDataModule(encode=OnlineEncoder(..., TransformersText(...)))."
         )
 
 

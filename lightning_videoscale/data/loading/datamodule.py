@@ -218,14 +218,9 @@ class VideoDataModule(pl.LightningDataModule):
                 progress = resumed(trainer, planner, self._state)
             position = TrainerPosition(trainer, self._state["total"] if self._state else None)
         kind = SamplerWithoutTrainer if trainer is None else PlannedSampler
-        sampler = kind(
-            planner,
-            rank_and_size(self.trainer)[0],
-            repeat_first_epoch=overfit,
-            progress=progress,
-            epoch=0 if trainer is None else trainer.current_epoch,
-            on_begin=None if position is None else lambda _: self._begin(sampler, position, contents),
-        )
+        begin = None if position is None else lambda _: self._begin(sampler, position, contents)
+        rank, epoch = rank_and_size(trainer)[0], 0 if trainer is None else trainer.current_epoch
+        sampler = kind(planner, rank, repeat_first_epoch=overfit, progress=progress, epoch=epoch, on_begin=begin)
         if trainer is not None:
             apply_loss_weights(trainer)
             draws_shapes = planner.redraw is not None and self._shape_policy.draws_shapes
@@ -281,6 +276,10 @@ class VideoDataModule(pl.LightningDataModule):
                 forget_training_loader(self._position.trainer)  # the optimizers may have asked how long it is
             self._sampler, self._position = None, None
             self._budget.load_state_dict(state_dict)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Says where a member of batches comes from that a step looks for in vain."""
+        data_warnings.explain_missing(exception, [self._shards.index(each) for each in self._shards.arguments])
 
     def adopt(self, calibration: Calibration) -> None:
         """Plans by other costs and budgets, from the first step on that no rank has begun to read.

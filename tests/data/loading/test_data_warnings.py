@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from diffusers import LTXVideoTransformer3DModel
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_videoscale.cost import BucketBudget
-from lightning_videoscale.data import VideoDataModule
+from lightning_videoscale.data import Batch, VideoDataModule
 from lightning_videoscale.data.loading.data_warnings import say_uneven
 from lightning_videoscale.data.planning import BucketPlanner
 from tests.data.clips import clip, write_shard
+from tests.data.films import film, numbered
 from tests.data.planning.tables import table_of
 from tests.data.training import Witness, trainer_with
 from tests.models import tiny_wan
@@ -68,3 +69,19 @@ def test_the_geometry_of_another_model_is_named(tmp_path: Path) -> None:
         warnings.filterwarnings("error", "VideoDataModule counts tokens")
         fit(tiny_ltx(), "ltx-video")
         fit(tiny_wan(), "skyreels-v2")
+
+
+class Embedded(Witness):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.slope * batch["text_embeds"].sum()
+
+
+def test_a_member_that_the_shards_do_not_hold_is_explained(tmp_path: Path) -> None:
+    videos = [{"__key__": f"{i}", "mp4": film([numbered(i + k, 32, 48) for k in range(2)])} for i in range(2)]
+    cases = {"latents": (videos, Witness()), "text_embeds": ([clip(i) for i in range(3)], Embedded())}
+    for name, (samples, module) in cases.items():
+        data = VideoDataModule(str(write_shard(tmp_path / f"{name}.tar", samples)), budget=BucketBudget(64, 64**2))
+        with pytest.raises(KeyError, match=f"'{name}'") as caught:
+            trainer_with().fit(module, data)
+        (note,) = caught.value.__notes__
+        assert "videoscale encode" in note and "VideoDataModule(encode=OnlineEncoder(" in note
