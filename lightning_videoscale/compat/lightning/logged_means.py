@@ -33,9 +33,9 @@ def _leave_out(results: Any, is_filler: Callable[[Any], bool]) -> None:
 
     def size(metric: Any, batch_size: int | None, meta: Any) -> int:
         is_mean = meta.on_epoch and metric.is_tensor and meta.is_mean_reduction
-        if is_mean and results.batch is not None and is_filler(results.batch):  # None at the end of an epoch
-            if meta.sync.should or metric.cumulated_batch_size > 0:
-                return 0
+        has_batch = results.batch is not None  # there is none at the end of an epoch
+        if is_mean and has_batch and is_filler(results.batch) and (meta.sync.should or metric.cumulated_batch_size > 0):
+            return 0
         return int(extract(metric, batch_size, meta))
 
     patch(results, "_extract_batch_size", size)

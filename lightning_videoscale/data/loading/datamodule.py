@@ -218,6 +218,7 @@ class VideoDataModule(pl.LightningDataModule):
                 progress = resumed(trainer, planner, self._state)
             position = TrainerPosition(trainer, self._state["total"] if self._state else None)
         kind = SamplerWithoutTrainer if trainer is None else PlannedSampler
+        sampler: PlannedSampler
         begin = None if position is None else lambda _: self._begin(sampler, position, contents)
         rank, epoch = rank_and_size(trainer)[0], 0 if trainer is None else trainer.current_epoch
         sampler = kind(planner, rank, repeat_first_epoch=overfit, progress=progress, epoch=epoch, on_begin=begin)
