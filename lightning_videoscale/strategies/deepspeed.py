@@ -12,8 +12,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
@@ -131,6 +133,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
 
         check_weight_averaging(self._module.trainer, type(self).__name__)
         check_pruning(self._module.trainer, type(self).__name__, allow_masks=True)
+        self._refuse_search()
         if get_accelerator().device_name() != self.root_device.type:
             raise ValueError(
                 f"The Trainer runs on {self.root_device.type!r} and DeepSpeed on {get_accelerator().device_name()!r}: "
@@ -144,6 +147,17 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         else:
             super().setup_environment()
         self._create_mesh(self.num_processes, timeout_of(self))
+
+    def _refuse_search(self) -> None:
+        """A search for a learning rate puts schedulers around optimizers of torch, and ZeRO's are none."""
+        trainer = self._module.trainer
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        if trainer.state.fn == TrainerFn.FITTING and any(isinstance(each, LearningRateFinder) for each in callbacks):
+            raise ValueError(
+                f"LearningRateFinder and Tuner.lr_find cannot set the learning rate of {type(self).__name__}'s "
+                "optimizer. Search under ulysses_fsdp2 or ulysses_ddp, with as many ranks and micro-batches, and train "
+                "here with the learning rate that it finds."
+            )
 
     @override
     def setup_distributed(self) -> None:

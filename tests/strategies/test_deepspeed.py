@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateFinder
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -310,10 +310,10 @@ def test_gradients_are_clipped_by_deepspeed_or_an_error_says_that_they_are_not(r
     assert "0.25" in message and "DeepSpeed" in message
 
 
-def average_message() -> str:
+def message_about(callback: type[pl.Callback]) -> str:
     with deepspeed_on_cpu():
         try:
-            trainer(scaling(2, 2), callbacks=[EMAWeightAveraging()]).fit(Scale(), DataLoader(torch.ones(4)))
+            trainer(scaling(2, 2), callbacks=[callback()]).fit(Scale(), DataLoader(torch.ones(4)))
         except ValueError as error:
             return str(error)
     return "no error"
@@ -321,7 +321,12 @@ def average_message() -> str:
 
 @needs_deepspeed
 def test_averages_of_partitioned_weights_are_refused(ranks: Ranks) -> None:
-    assert "['EMAWeightAveraging']" in ranks(2).run(average_message)[0]
+    assert "['EMAWeightAveraging']" in ranks(2).run(message_about, EMAWeightAveraging)[0]
+
+
+@needs_deepspeed
+def test_a_search_for_a_learning_rate_is_refused(ranks: Ranks) -> None:
+    assert "Search under ulysses_fsdp2 or ulysses_ddp" in ranks(2).run(message_about, LearningRateFinder)[0]
 
 
 # -- evaluation ----------------------------------------------------------------------------------------------------
