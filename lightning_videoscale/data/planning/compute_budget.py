@@ -4,7 +4,7 @@ M_comp says which batch sizes there are, and so which costs micro-batches have. 
 find micro-batches of one cost, and of different shapes: whether the mix has them depends on where M_comp cuts. Where
 one sample of the longest shape is all that M_comp allows, most shapes a little shorter come alone too, at any cost
 between half of it and all; a little more room can put them in pairs. No formula tells how much, and planning a sample
-of the epoch under each of some budgets does, in about a second, or a few on a thousand ranks.
+of the epoch under each of some budgets does, in a second or two, or a few on a thousand ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FACTORS = tuple(percent / 100 for percent in range(100, 205, 5))
 EQUAL = 0.005
 """Throughputs that differ by less count as equal: a sample of the epoch tells no better, nor does a fit of costs."""
 
-_DRAWS = 32_000
+_DRAWS = 64_000
 _STEPS = 16
 """What is planned: so many draws, or, where many ranks train, so many steps. One step has all shapes anyway."""
 
