@@ -27,6 +27,9 @@ FACTORS = tuple(percent / 100 for percent in range(100, 205, 5))
 EQUAL = 0.005
 """Throughputs that differ by less count as equal: a sample of the epoch tells no better, nor does a fit of costs."""
 
+_AS_DIVERSE = 0.02
+"""Diversities that differ by less count as equal: a few per cent of the throughput may be between the two."""
+
 _DRAWS = 64_000
 _STEPS = 16
 """What is planned: so many draws, or, where many ranks train, so many steps. One step has all shapes anyway."""
@@ -40,7 +43,7 @@ class TriedBudget(NamedTuple):
         budget: The budget.
         figures: Of the plan, by predicted cost.
         is_diverse: Whether the steps have as many different shapes as the planner is to see to, or else as many as
-            under the smallest budget.
+            under the smallest budget; 2 % of random draws' are no difference.
     """
 
     factor: float
@@ -77,7 +80,7 @@ def try_budgets(planner: BucketPlanner) -> list[TriedBudget]:
             continue
         figures = PlanFigures.of(trial.plan(epoch=0))
         least = min(least, figures.diversity) if not tried else least
-        tried[sizes] = TriedBudget(factor, budget, figures, is_diverse=figures.diversity >= least)
+        tried[sizes] = TriedBudget(factor, budget, figures, is_diverse=figures.diversity >= least - _AS_DIVERSE)
     return [*tried.values()]
 
 
