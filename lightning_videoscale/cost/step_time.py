@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -102,6 +102,20 @@ class AdditiveCost:
         return self.a + b * (self.per_sample + s * (self.linear + self.quadratic * s))
 
 
+def fit_forms(
+    points: Points, fit_law: Callable[[Points], PowerLaw], fit_sum: Callable[[Points], AdditiveCost]
+) -> tuple[PowerLaw, AdditiveCost, Vector, Vector]:
+    """Fits both forms, and returns their errors at points held out; see `StepTimeModel.fit`."""
+    power_law, additive = fit_law(points), fit_sum(points)
+    of_power_law, of_sum = held_out_errors(fit_law, points), held_out_errors(fit_sum, points)
+    if power_law.b <= 0 and additive.explains(points):
+        # On absolute errors the largest micro-batches decide. These have equally many tokens, and those of most
+        # samples are the slowest: the law has no cost of samples, and would fall with the length.
+        power_law = fit_law(points.alone(additive))
+        of_power_law = points.errors_of(power_law)
+    return power_law, additive, of_power_law, of_sum
+
+
 @dataclass(frozen=True)
 class StepTimeModel:
     """Predicts how long a micro-batch takes; made from measurements, or from a model's size where there are none.
@@ -151,14 +165,9 @@ class StepTimeModel:
         every = Points(b, s, seconds, np.ones_like(seconds))
         above = np.ones_like(s, np.bool_) if any(m.by_graph for m in samples) else above_floor(s, seconds)
         points = every.where(above)
-        power_law, additive = PowerLaw.fit(*points[:3]), AdditiveCost.fit(*points)
-        of_power_law = held_out_errors(lambda others: PowerLaw.fit(*others[:3]), points)
-        of_sum = held_out_errors(lambda others: AdditiveCost.fit(*others), points)
-        if power_law.b <= 0 and additive.explains(points):
-            # On absolute errors the largest micro-batches decide. These have equally many tokens, and those of most
-            # samples are the slowest: the law has no cost of samples, and would fall with the length.
-            power_law = PowerLaw.fit(*points.alone(additive)[:3])
-            of_power_law = points.errors_of(power_law)
+        power_law, additive, of_power_law, of_sum = fit_forms(
+            points, lambda those: PowerLaw.fit(*those[:3]), lambda those: AdditiveCost.fit(*those)
+        )
         if power_law.b <= 0 or not np.ptp(points.seconds):  # rounded, the slope of equal times may be above zero
             raise _not_growing(power_law)
         errors = (float(np.median(each)) for each in (of_power_law, of_sum))

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_videoscale.cost.launch_bound import above_floor, suffice
-from lightning_videoscale.cost.points import Points, Vector, held_out_errors, weighted_median
-from lightning_videoscale.cost.step_time import AdditiveCost, PowerLaw, StepTimeModel
+from lightning_videoscale.cost.points import Points, Vector, weighted_median
+from lightning_videoscale.cost.step_time import AdditiveCost, PowerLaw, StepTimeModel, fit_forms
 
 P_BOUNDS = 1.0, 2.4
 """Where p is searched: from linear layers alone to where the paper's search ends. The paper's begins at 1.6; on
@@ -60,17 +60,10 @@ def _without_launches(points: Points, p_bounds: tuple[float, float]) -> StepTime
 
 
 def _fit(points: Points, p_bounds: tuple[float, float]) -> StepTimeModel:
-    power_law, additive = fit_power_law(points, p_bounds), _fit_additive(points)
-    of_power_law, of_sum = (
-        held_out_errors(fit, points) for fit in (partial(fit_power_law, p_bounds=p_bounds), _fit_additive)
-    )
-    if power_law.b <= 0 and additive.explains(points):  # as in `StepTimeModel.fit`
-        power_law = fit_power_law(points.alone(additive), p_bounds)
-        of_power_law = points.errors_of(power_law)
+    power_law, additive, *errors = fit_forms(points, partial(fit_power_law, p_bounds=p_bounds), _fit_additive)
     if power_law.b <= 0:
         raise ValueError(f"the times do not grow with the work ({power_law})")
-    errors = (weighted_median(each, points.weights) for each in (of_power_law, of_sum))
-    return StepTimeModel(power_law, additive, *errors)
+    return StepTimeModel(power_law, additive, *(weighted_median(each, points.weights) for each in errors))
 
 
 def _error(model: StepTimeModel) -> float:

@@ -28,7 +28,7 @@ EQUAL = 0.005
 """Throughputs that differ by less count as equal: a sample of the epoch tells no better, nor does a fit of costs."""
 
 _AS_DIVERSE = 0.02
-"""Diversities that differ by less count as equal: a few per cent of the throughput may be between the two."""
+"""Diversities that differ by less count as equal where none is asked for: per cents of throughput may lie between."""
 
 _DRAWS = 64_000
 _STEPS = 16
@@ -43,7 +43,7 @@ class TriedBudget(NamedTuple):
         budget: The budget.
         figures: Of the plan, by predicted cost.
         is_diverse: Whether the steps have as many different shapes as the planner is to see to, or else as many as
-            under the smallest budget; 2 % of random draws' are no difference.
+            under the smallest budget; where no diversity is asked for, 2 % of random draws' are no difference.
     """
 
     factor: float
@@ -72,7 +72,7 @@ def try_budgets(planner: BucketPlanner) -> list[TriedBudget]:
     if not isinstance(smallest, BucketBudget):
         raise ValueError(f"Budgets are tried by their M_comp, and {type(smallest).__name__} has none.")
     tried: dict[tuple[int, ...], TriedBudget] = {}
-    least = ENOUGH if planner.min_diversity is None else planner.min_diversity
+    least, less = (ENOUGH, _AS_DIVERSE) if planner.min_diversity is None else (planner.min_diversity, 0.0)
     for factor in FACTORS:
         budget = replace(smallest, m_comp=smallest.m_comp * factor)
         trial = replace(sampled, budget=budget)
@@ -80,7 +80,7 @@ def try_budgets(planner: BucketPlanner) -> list[TriedBudget]:
             continue
         figures = PlanFigures.of(trial.plan(epoch=0))
         least = min(least, figures.diversity) if not tried else least
-        tried[sizes] = TriedBudget(factor, budget, figures, is_diverse=figures.diversity >= least - _AS_DIVERSE)
+        tried[sizes] = TriedBudget(factor, budget, figures, is_diverse=figures.diversity >= least - less)
     return [*tried.values()]
 
 

@@ -45,6 +45,16 @@ def test_what_a_sample_of_the_epoch_tells_holds_for_the_epoch(monkeypatch: pytes
     assert best_of(tried).figures.throughput() > 1.03 * worst.figures.throughput()
 
 
+def test_a_hundredth_of_diversity_decides_only_where_diversity_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = BucketPlanner(mixed(2_000), replace(BUDGET, m_mem=2.5 * BUDGET.m_mem), dp_size=8, step_time=WAN_14B)
+    monkeypatch.setattr(compute_budget, "ENOUGH", 0.9)  # more than there is: the smallest budget's decides
+    for asked, are_equal in ((None, True), (1.0, False)):
+        first, *others = try_budgets(replace(planner, min_diversity=asked))
+        lacking = [first.figures.diversity - each.figures.diversity for each in others]
+        assert any(0 < less < 0.02 for less in lacking)
+        assert [each.is_diverse for each in others] == [less <= (0.02 if are_equal else 0) for less in lacking]
+
+
 @pytest.mark.parametrize(
     ("planner", "number"),
     [
