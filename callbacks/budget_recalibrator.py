@@ -135,10 +135,13 @@ class BudgetRecalibrator(RunFigures):
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Notes the memory that the micro-batch took."""
-        if self._gauge is not None and self._load is not None and trainer.global_step >= self._warm:
-            peak, tokens = self._best_effort.attempt("read the memory", self._gauge.peak), self._load.tokens
-            if peak is not None:
-                self._peaks[tokens] = max(peak, self._peaks.get(tokens, 0.0))
+        if self._gauge is None or self._load is None or trainer.global_step < self._warm:
+            return
+        peak = self._best_effort.attempt("read the memory", self._gauge.peak)
+        if peak is not None and self._recalibration is not None:
+            budget, load = self._recalibration.calibration.budget, self._load
+            tokens = round(budget.memory_tokens(load.samples, load.sequence_length))
+            self._peaks[tokens] = max(peak, self._peaks.get(tokens, 0.0))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

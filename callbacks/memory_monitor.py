@@ -153,7 +153,8 @@ class MemoryMonitor(RunFigures):
 
     def _figures(self, window: StepWindow) -> dict[str, float]:
         """Returns what is logged of all ranks, and adds them to the run's."""
-        largest = (window.column("samples") * window.column("sequence_length")).amax(dim=1)
+        samples, lengths = window.column("samples"), window.column("sequence_length")
+        largest = (samples * lengths).amax(dim=1)
         could_read = window.values.isfinite().all(dim=1)
         if not could_read.any():
             return {}
@@ -179,7 +180,9 @@ class MemoryMonitor(RunFigures):
         fits = self._best_effort.attempt("compute the headroom", self._fits, memories)
         if fits is not None:
             figures["memory/fits_tokens"] = float(fits)
-            figures["memory/headroom_tokens"] = float(fits - max(tokens))  # below 0 where it is exceeded
+            overhead = 0.0 if self.memory_model is None else self.memory_model.overhead_tokens
+            taken = (samples * (lengths + overhead))[could_read].max()
+            figures["memory/headroom_tokens"] = float(fits - taken)  # below 0 where it is exceeded
         return figures
 
     def _fits(self, memories: list[DeviceMemory]) -> int | None:

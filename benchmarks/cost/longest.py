@@ -1,6 +1,7 @@
 """Whether the longest clip that the memory model predicts is the longest that trains.
 
     python benchmarks/cost/longest.py    # on two GPUs
+    python benchmarks/cost/longest.py --cells 0 3 5 6    # those of one GPU, on one
 
 Wan-1.3B's blocks in bf16-mixed with a fused AdamW, one clip a step, which all GPUs of a cell share. A cell is one of
 half of the combinations of DDP or FSDP2, with or without activation checkpointing, fused kernels or not, and 1 or 2
@@ -9,7 +10,7 @@ GPUs: each of these and each pair of them is in equally many cells.
 The model is fitted to steps at short lengths as ``budget="auto"`` fits it, by `benchmark_shapes` and `MemoryModel`, and
 says how many tokens a cap of memory holds, with no share of it kept free. Then new processes, whose allocator is held
 to that cap, take three steps at 0.95 and at 1.05 of this length: ``as_predicted`` is where the first trains and the
-second is out of memory. ``at_m_mem`` is what ``budget="auto"`` would take, which keeps a share free. What lies beside
+second is out of memory. ``with_reserve`` is what ``budget="auto"`` would take, which keeps a share free. What lies beside
 the allocator, such as the CUDA context, is not under the cap.
 
 Cells run beside each other, three to a GPU, as only memory is measured. Every finished cell is in the output file at
@@ -58,7 +59,7 @@ TINY_FITTED = (128, 256, 512)
 ATTEMPTS = {
     "at_0.95": ("predicted_tokens", 0.95),
     "at_1.05": ("predicted_tokens", 1.05),
-    "at_m_mem": ("m_mem", 1.0),
+    "with_reserve": ("tokens_with_reserve", 1.0),
 }
 """A share of which length."""
 EXPECTED = {"at_0.95": "trained", "at_1.05": "out_of_memory"}
@@ -124,7 +125,11 @@ def fit(cell: Cell, config: Row, cap_bytes: float, tiny: bool) -> Row:
         progress=False,
     )
     if tiny:
-        return {"longest_fitted_tokens": lengths[-1], "predicted_tokens": lengths[-1], "m_mem": lengths[-1]}
+        return {
+            "longest_fitted_tokens": lengths[-1],
+            "predicted_tokens": lengths[-1],
+            "tokens_with_reserve": lengths[-1],
+        }
     model = MemoryModel.fit(matrix.measurements, accumulates=False)
     peaks = ("peak_bytes", "first_peak_bytes", "start_bytes")
     return {
@@ -136,9 +141,10 @@ def fit(cell: Cell, config: Row, cap_bytes: float, tiny: bool) -> Row:
         "fixed_bytes": round(model.fixed),
         "bytes_per_token": round(model.per_token, 1),
         "at_start": model.at_start,
+        "bytes_per_sample": round(model.per_sample),
         "worst_excess": round(model.worst_excess, 5),
-        "predicted_tokens": model.m_mem(cap_bytes, reserve=0),
-        "m_mem": model.m_mem(cap_bytes),
+        "predicted_tokens": model.longest(cap_bytes, reserve=0),
+        "tokens_with_reserve": model.longest(cap_bytes),
     }
 
 
@@ -176,11 +182,12 @@ def measure(cell: Cell, gpus: list[int], **task: Any) -> Row:
 
 def rows_of(cells: list[Cell], **task: Any) -> Iterator[Row]:
     """The rows of cells, as they are finished: those of one GPU first."""
+    present = torch.cuda.device_count() or GPUS
     for gpus in (1, GPUS):
         mine = [cell for cell in cells if cell.gpus == gpus]
-        with ThreadPoolExecutor(CELLS_OF_A_GPU * GPUS // gpus) as pool:
+        with ThreadPoolExecutor(CELLS_OF_A_GPU * present // gpus) as pool:
             runs = [
-                pool.submit(measure, cell, [number % GPUS] if gpus == 1 else list(range(GPUS)), **task)
+                pool.submit(measure, cell, [number % present] if gpus == 1 else list(range(GPUS)), **task)
                 for number, cell in enumerate(mine)
             ]
             for done in as_completed(runs):

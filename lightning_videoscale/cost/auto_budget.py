@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -96,12 +96,12 @@ class AutoBudget:
         if step_time is None and module is not None:
             step_time, note = step_time_of(module)
             notes.append(note)
-        m_mem, from_peaks = self._m_mem(longest, matrix, accumulates)
+        m_mem, overhead, from_peaks = self._m_mem(longest, matrix, accumulates)
         if step_time is not None and self.target_sync is not None:
-            budget: Budget = TimeBudget(m_mem, self.target_sync, step_time)
+            budget: Budget = TimeBudget(m_mem, self.target_sync, step_time, overhead_tokens=overhead)
             limit = str(budget)
         else:
-            alone = budget_of_longest(longest, step_time, m_mem)
+            alone = replace(budget_of_longest(longest, step_time, m_mem), overhead_tokens=overhead)
             takes = f", {float(step_time.predict(1, longest)):.3g} s" if step_time is not None and has_seconds else ""
             sample = f"what one sample of {longest} tokens takes{takes}"
             budget, why = best(alone, step_time, sample)
@@ -111,21 +111,28 @@ class AutoBudget:
             f"{''.join(f'; {n}' for n in notes).rstrip('.')}."
         )
 
-    def _m_mem(self, longest: int, matrix: ShapeMatrix | None, accumulates: bool) -> tuple[float, str]:
-        m_mem, why = self._by_peaks(longest, matrix, accumulates)
-        bounded = m_mem if matrix is None else matrix.within_memory(m_mem, self.reserve)
-        return bounded, why if bounded == m_mem else f"instead of {m_mem:g}, which were out of memory: {why}"
+    def _m_mem(self, longest: int, matrix: ShapeMatrix | None, accumulates: bool) -> tuple[float, float, str]:
+        """M_mem, the tokens that a sample takes beside its own, and the reason."""
+        m_mem, overhead, why = self._by_peaks(longest, matrix, accumulates)
+        bounded = m_mem if matrix is None else matrix.within_memory(m_mem, self.reserve, overhead)
+        why = why if bounded == m_mem else f"instead of {m_mem:g}, which were out of memory: {why}"
+        return bounded, overhead, why
 
-    def _by_peaks(self, longest: int, matrix: ShapeMatrix | None, accumulates: bool) -> tuple[float, str]:
+    def _by_peaks(self, longest: int, matrix: ShapeMatrix | None, accumulates: bool) -> tuple[float, float, str]:
         if matrix is None or matrix.capacity_bytes is None:
-            return longest, "the longest sample, as no peaks are known"
+            return longest, 0.0, "the longest sample, as no peaks are known"
         try:
             model = MemoryModel.fit(matrix.measurements, accumulates)
         except ValueError as error:
-            return longest, f"the longest sample, as the peaks cannot be used: {error}"
-        return model.m_mem(matrix.capacity_bytes, self.reserve), (
-            f"{model.fixed / 2**30:.1f} GiB and {model.per_token / 2**10:.0f} KiB per token at the measured peaks, of "
-            f"{matrix.capacity_bytes / 2**30:.1f} GiB"
+            return longest, 0.0, f"the longest sample, as the peaks cannot be used: {error}"
+        overhead = round(model.overhead_tokens, 1)
+        return (
+            model.m_mem(matrix.capacity_bytes, self.reserve),
+            overhead,
+            (
+                f"{model.fixed / 2**30:.1f} GiB, {model.per_token / 2**10:.0f} KiB per token and as much as {overhead:g} "
+                f"tokens per sample at the measured peaks, of {matrix.capacity_bytes / 2**30:.1f} GiB"
+            ),
         )
 
 

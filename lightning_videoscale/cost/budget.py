@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,9 +32,12 @@ class Budget(ABC):
 
     Args:
         m_mem: Memory budget M_mem in tokens: ``B * S`` stays at or below it.
+        overhead_tokens: Memory that every sample takes beside its tokens, such as that of its text, in tokens: with it,
+            ``B * (S + overhead_tokens)`` stays at or below M_mem. By keyword.
     """
 
     m_mem: float
+    overhead_tokens: float = field(default=0.0, kw_only=True)
 
     @property
     @abstractmethod
@@ -61,7 +64,11 @@ class Budget(ABC):
             sequence_length: Tokens S of one sample, at least 1.
         """
         room = self.room(sequence_length) * (1 + _ROUNDING)
-        return max(1, math.floor(min(self.m_mem / sequence_length, room)))
+        return max(1, math.floor(min(self.m_mem / self.memory_tokens(1, sequence_length), room)))
+
+    def memory_tokens(self, samples: int, sequence_length: int) -> float:
+        """What a micro-batch takes of M_mem: B * (S + overhead_tokens)."""
+        return samples * (sequence_length + self.overhead_tokens)
 
     def batch_sizes(self, sequence_lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns `batch_size` of every length, shape (lengths,)."""
@@ -70,15 +77,29 @@ class Budget(ABC):
 
     def exceeds_memory(self, sequence_length: int) -> bool:
         """Whether one sample of this many tokens is already more than the memory budget."""
-        return sequence_length > self.m_mem
+        return self.memory_tokens(1, sequence_length) > self.m_mem
 
     def memory_alone(self) -> BucketBudget:
         """The budget of batches of equally many tokens, whatever time they take."""
-        return BucketBudget(self.m_mem, math.inf, self.p)
+        return BucketBudget(self.m_mem, math.inf, self.p, overhead_tokens=self.overhead_tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain numbers, for JSON and checkpoints; `calibration.read_budget` reads them."""
-        return asdict(self, dict_factory=plain_numbers)
+        fields = asdict(self, dict_factory=plain_numbers)
+        if not self.overhead_tokens:
+            del fields["overhead_tokens"]  # as in checkpoints of releases that had none
+        return fields
+
+    def _check_memory(self) -> None:
+        """As `_check`, of both numbers of memory; the overhead may be zero."""
+        self._check("m_mem")
+        overhead = _plain(self.overhead_tokens)
+        if not isinstance(overhead, int | float) or not 0 <= overhead < math.inf:
+            raise ValueError(
+                f"{type(self).__name__}(overhead_tokens={overhead!r}): overhead_tokens must be a number of tokens, at "
+                "least 0."
+            )
+        object.__setattr__(self, "overhead_tokens", overhead)
 
     def _check(self, name: str, may_be_infinite: bool = False) -> None:
         """Makes a number one of Python's own, which JSON can hold; raises ValueError if it is not above zero."""
@@ -98,16 +119,18 @@ class BucketBudget(Budget):
             memory alone decide.
         p: How the time of a step grows with the sequence length S: 1 for the linear layers, 2 for full attention,
             a measured value in between.
+        overhead_tokens: Memory that every sample takes beside its tokens, such as that of its text, in tokens: with it,
+            ``B * (S + overhead_tokens)`` stays at or below M_mem. By keyword.
 
     Raises:
-        ValueError: If a budget is not positive, or ``p`` is not a positive number.
+        ValueError: If a budget is not positive, ``p`` is not a positive number, or the overhead is below 0.
     """
 
     m_comp: float
     p: float = 2.0
 
     def __post_init__(self) -> None:
-        self._check("m_mem")
+        self._check_memory()
         self._check("m_comp", may_be_infinite=True)
         self._check("p")
 

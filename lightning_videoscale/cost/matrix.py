@@ -89,17 +89,18 @@ class ShapeMatrix:
             if row.outcome == "measured" and row.seconds is not None
         ]
 
-    def within_memory(self, tokens: float, reserve: float) -> float:
+    def within_memory(self, tokens: float, reserve: float, overhead_tokens: float = 0.0) -> float:
         """Bounds what peaks leave room for: those are of tensors, and gaps and libraries take memory too.
 
         Args:
-            tokens: B * S that a micro-batch may have.
+            tokens: B * (S + overhead) that a micro-batch may have.
             reserve: Share to stay below the smallest micro-batch that was out of memory.
+            overhead_tokens: What a sample takes beside its tokens, in tokens.
 
         Returns:
             As many, or what lies below that micro-batch; at least 1.
         """
-        full = [row.samples * row.sequence_length for row in self.rows if row.outcome == "out_of_memory"]
+        full = [r.samples * (r.sequence_length + overhead_tokens) for r in self.rows if r.outcome == "out_of_memory"]
         if not full or tokens < min(full):
             return tokens
         return max(1, min(int(min(full) * (1 - reserve)), min(full) - 1))

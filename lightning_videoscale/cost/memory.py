@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,43 +15,59 @@ _PLATEAU = 1.01
 """Over the least peak, what still counts as equal to it."""
 
 
+class _Peak(NamedTuple):
+    samples: int
+    tokens: int
+    nbytes: float
+
+
 class MemoryLine(NamedTuple):
-    """Bytes over tokens: fixed + per_token * B * S.
+    """Bytes of B samples of S tokens: fixed + per_token * B * S + per_sample * B.
 
     Attributes:
-        fixed: Bytes without any token.
+        fixed: Bytes without any sample.
         per_token: Bytes of activations per token.
+        per_sample: Bytes that every sample takes beside its tokens, such as those of its text.
     """
 
     fixed: float
     per_token: float
+    per_sample: float = 0.0
 
-    def at(self, tokens: float) -> float:
-        """Bytes at so many tokens."""
-        return self.fixed + self.per_token * tokens
+    def at(self, samples: int, tokens: float) -> float:
+        """Bytes of so many samples that have so many tokens together."""
+        return self.fixed + self.per_token * tokens + self.per_sample * samples
+
+    @property
+    def overhead_tokens(self) -> float:
+        """What a sample takes beside its tokens, in tokens."""
+        return self.per_sample / self.per_token
 
     def tokens_in(self, nbytes: float) -> int:
-        """Tokens for which so many bytes are enough; may be negative."""
+        """Tokens for which so many bytes are enough, those of overheads among them; may be negative."""
         return int((nbytes - self.fixed) // self.per_token)
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Peak bytes = fixed + per_token * B * S, or those at the start of backward if they are more.
+    """Peak bytes = fixed + per_token * B * S + per_sample * B, or those at the start of backward if they are more.
 
     Attributes:
-        fixed: Bytes without any token: weights, gradients, optimizer states, buffers.
+        fixed: Bytes without any sample: weights, gradients, optimizer states, buffers.
         per_token: Bytes of activations per token.
         worst_excess: Largest relative excess of a measured peak over the prediction, at or above 0.
         at_start: Where a step has one micro-batch: before gradients of its own are there. With checkpointed
             activations that is the peak of long samples, whose activations are freed as gradients come. None: it was
             not measured, or gradients of earlier micro-batches are there all the time.
+        per_sample: Bytes that every sample takes beside its tokens, such as those of its text; 0 where the measured
+            batch sizes do not tell.
     """
 
     fixed: float
     per_token: float
     worst_excess: float
     at_start: MemoryLine | None = None
+    per_sample: float = 0.0
 
     @classmethod
     def fit(cls, samples: Sequence[Measurement], accumulates: bool = True) -> MemoryModel:
@@ -65,33 +81,45 @@ class MemoryModel:
         Raises:
             ValueError: If fewer than 3 have a peak, or all have equally many tokens.
         """
-        later = [(_tokens(m), m.peak_bytes) for m in samples if m.peak_bytes is not None]
-        first = [(_tokens(m), m.first_peak_bytes) for m in samples if m.first_peak_bytes is not None]
+        later = _peaks(samples, [m.peak_bytes for m in samples])
+        first = _peaks(samples, [m.first_peak_bytes for m in samples])
         if accumulates or len(first) < len(later):
             return cls._over(later, None)
-        at_start = [(_tokens(m), m.start_bytes) for m in samples if m.start_bytes is not None]
+        at_start = _peaks(samples, [m.start_bytes for m in samples])
         return cls._over(first, _line(_above_plateau(at_start)) if len(at_start) == len(first) else None)
 
     @classmethod
-    def _over(cls, peaks: Sequence[tuple[int, float]], at_start: MemoryLine | None) -> MemoryModel:
+    def _over(cls, peaks: Sequence[_Peak], at_start: MemoryLine | None) -> MemoryModel:
         peaks = _above_plateau(peaks)
         # What has another line beside it need not tell how many tokens there is room for.
         line = _line(peaks, 1.0 if at_start is None else 0.0)
-        model = cls(*line, worst_excess=0.0, at_start=at_start)
-        excess = max(peak / model.predict(1, tokens) - 1 for tokens, peak in peaks)
-        return cls(*line, worst_excess=max(0.0, excess), at_start=at_start)
+        model = cls(line.fixed, line.per_token, 0.0, at_start, line.per_sample)
+        excess = max(peak.nbytes / model._at(peak.samples, peak.tokens) - 1 for peak in peaks)
+        return replace(model, worst_excess=max(0.0, excess))
 
     @property
     def _lines(self) -> list[MemoryLine]:
-        line = MemoryLine(self.fixed, self.per_token)
+        line = MemoryLine(self.fixed, self.per_token, self.per_sample)
         return [line] if self.at_start is None else [line, self.at_start]
+
+    def _at(self, samples: int, tokens: int) -> float:
+        return max(line.at(samples, tokens) for line in self._lines)
+
+    @property
+    def overhead_tokens(self) -> float:
+        """What a sample takes beside its tokens, in tokens: ``overhead_tokens`` of a budget."""
+        return max(line.overhead_tokens for line in self._lines)
 
     def predict(self, samples: int, sequence_length: int) -> float:
         """Peak bytes of B samples of S tokens."""
-        return max(line.at(samples * sequence_length) for line in self._lines)
+        return self._at(samples, samples * sequence_length)
+
+    def longest(self, capacity_bytes: float, reserve: float = 0.05) -> int:
+        """Tokens S of the longest sample that fits alone; 0 where none does. Arguments are those of `m_mem`."""
+        return max(0, int(self.fits(capacity_bytes, reserve) - self.overhead_tokens))
 
     def m_mem(self, capacity_bytes: float, reserve: float = 0.05) -> int:
-        """Tokens that a micro-batch may have: M_mem.
+        """Tokens that a micro-batch may have, with `overhead_tokens` for each of its samples: M_mem.
 
         Args:
             capacity_bytes: Memory of the device.
@@ -114,33 +142,41 @@ class MemoryModel:
         return max(0, min(line.tokens_in(usable) for line in self._lines))
 
 
-def _tokens(measured: Measurement) -> int:
-    return measured.samples * measured.sequence_length
+def _peaks(samples: Sequence[Measurement], peaks: Sequence[float | None]) -> list[_Peak]:
+    return [
+        _Peak(m.samples, m.samples * m.sequence_length, nbytes)
+        for m, nbytes in zip(samples, peaks, strict=True)
+        if nbytes is not None
+    ]
 
 
-def _above_plateau(peaks: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+def _above_plateau(peaks: Sequence[_Peak]) -> Sequence[_Peak]:
     """Leaves out peaks that other things than tokens make, as gathered weights do in small micro-batches.
 
     These take as much as the least. They would make the line too flat, and M_mem too large.
     """
-    least = min((peak for _, peak in peaks), default=0.0)
-    above = [(tokens, peak) for tokens, peak in peaks if peak > _PLATEAU * least]
+    least = min((peak.nbytes for peak in peaks), default=0.0)
+    above = [peak for peak in peaks if peak.nbytes > _PLATEAU * least]
     return above if _suffice(above) else peaks
 
 
-def _suffice(peaks: Sequence[tuple[int, float]]) -> bool:
-    return len(peaks) >= 3 and len({tokens for tokens, _ in peaks}) >= 2
+def _suffice(peaks: Sequence[_Peak]) -> bool:
+    return len(peaks) >= 3 and len({peak.tokens for peak in peaks}) >= 2
 
 
-def _line(peaks: Sequence[tuple[int, float]], least: float = 1.0) -> MemoryLine:
+def _line(peaks: Sequence[_Peak], least: float = 1.0) -> MemoryLine:
     """The line through peaks, which must grow by more than so many times what the line is off by."""
     if not _suffice(peaks):
         raise ValueError(f"A memory model needs 3 measured peaks of 2 token counts; got {len(peaks)}.")
-    tokens, measured = (np.array(column, np.float64) for column in zip(*peaks, strict=True))
-    terms = np.stack([np.ones_like(tokens), tokens], axis=1)
-    fixed, per_token = map(float, nonnegative_least_squares(terms / measured[:, None], np.ones_like(measured)))
-    line = MemoryLine(fixed, per_token)
+    samples, tokens, measured = (np.array(column, np.float64) for column in zip(*peaks, strict=True))
+    terms = np.stack([np.ones_like(tokens), tokens, samples], axis=1)
+    # Peaks of fewer than four, or of one batch size or length, would tell samples from tokens by their noise.
+    if len(peaks) < 4 or np.linalg.matrix_rank(terms / terms.max(axis=0)) < 3:
+        terms = terms[:, :2]
+    found = nonnegative_least_squares(terms / measured[:, None], np.ones_like(measured))
+    line = MemoryLine(*map(float, found))
     # A slope that is all rounding, or of a few peaks above a constant, would leave room for any number of tokens.
-    if per_token * np.ptp(tokens) <= least * np.abs(terms @ line - measured).max():
-        raise ValueError(f"The measured peaks do not grow with the tokens ({list(peaks)}); measure larger shapes.")
+    if line.per_token * np.ptp(tokens) <= least * np.abs(terms @ found - measured).max():
+        sizes = [(peak.tokens, peak.nbytes) for peak in peaks]
+        raise ValueError(f"The measured peaks do not grow with the tokens ({sizes}); measure larger shapes.")
     return line

@@ -196,10 +196,10 @@ class Recalibration:
         # How many samples of one length there is room for is what budgets of all kinds have in common.
         room = before.room(self._longest)
         if self._target_sync is None:
-            return BucketBudget(before.m_mem, room * self._longest**p, p)
+            return BucketBudget(before.m_mem, room * self._longest**p, p, overhead_tokens=before.overhead_tokens)
         if math.isinf(room):  # memory alone has decided so far
             room = before.m_mem / self._longest
-        wanted = TimeBudget(before.m_mem, self._target_sync, fitted)
+        wanted = TimeBudget(before.m_mem, self._target_sync, fitted, overhead_tokens=before.overhead_tokens)
         least, most = (float(fitted.form.predict(room * step, self._longest)) for step in (1 / BATCH_STEP, BATCH_STEP))
         return replace(wanted, target_sync=min(max(wanted.target_sync, least), most))
 

@@ -19,16 +19,18 @@ class TimeBudget(Budget):
         m_mem: Memory budget M_mem in tokens: ``B * S`` stays at or below it.
         target_sync: Seconds that a micro-batch may take. One sample that takes longer trains alone.
         step_time: Predicts the seconds.
+        overhead_tokens: Memory that every sample takes beside its tokens, in tokens, as of a `BucketBudget`.
 
     Raises:
-        ValueError: If M_mem is not a positive number, or the target is not above what any step takes.
+        ValueError: If M_mem is not a positive number, the overhead is below 0, or the target is not above what any step
+            takes.
     """
 
     target_sync: float
     step_time: StepTimeModel
 
     def __post_init__(self) -> None:
-        self._check("m_mem")
+        self._check_memory()
         self._check("target_sync", may_be_infinite=True)
         if not self.target_sync > (least := max(self.step_time.form.a, self.step_time.floor)):
             raise ValueError(f"target_sync={self.target_sync} s is not above the {least:.4g} s that any step takes.")

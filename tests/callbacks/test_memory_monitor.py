@@ -83,6 +83,13 @@ def test_headroom_by_a_given_model_counts_the_largest_micro_batch() -> None:
     assert _rows(logger)[0][1]["memory/fits_tokens"] == 400
 
 
+def test_what_samples_take_beside_their_tokens_is_no_headroom() -> None:
+    model = MemoryModel(fixed=150 * GIB, per_token=2 * GIB, worst_excess=0.0, per_sample=20 * GIB)
+    monitor, logger = Scripted([300], every_n_steps=2, memory_model=model), MemoryLogger()
+    trainer_with(monitor, logger=logger).fit(Slope(), batches_of([Meta(10, 30), Meta(1, 350)]))
+    assert _rows(logger)[0][1]["memory/headroom_tokens"] == 0  # 10 samples of 30 tokens and as much as 10 more
+
+
 def test_a_micro_batch_that_is_too_large_has_negative_headroom() -> None:
     model = MemoryModel(fixed=150 * GIB, per_token=2 * GIB, worst_excess=0.0)
     monitor, logger = Scripted([300], memory_model=model), MemoryLogger()

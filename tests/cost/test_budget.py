@@ -60,6 +60,27 @@ def test_a_sample_that_exceeds_memory_is_known() -> None:
     assert [budget.exceeds_memory(length) for length in (999, 1000, 1001)] == [False, False, True]
 
 
+@given(st.integers(1, 200_000), st.floats(1, 1e7), st.floats(0, 5000))
+def test_what_samples_take_beside_their_tokens_counts_in_memory(length: int, m_mem: float, overhead: float) -> None:
+    budget = BucketBudget(m_mem, math.inf, overhead_tokens=overhead)
+    size = budget.batch_size(length)
+    assert budget.memory_tokens(size + 1, length) > m_mem
+    assert size == 1 or budget.memory_tokens(size, length) <= m_mem * (1 + 1e-12)
+    assert budget.exceeds_memory(length) == (length + overhead > m_mem)
+    assert budget.memory_alone() == budget
+
+
+def test_without_an_overhead_checkpoints_are_those_of_earlier_releases() -> None:
+    assert BucketBudget(1000, 2e5).to_dict() == {"m_mem": 1000, "m_comp": 2e5, "p": 2.0}
+    assert BucketBudget(1000, 2e5, overhead_tokens=8).to_dict()["overhead_tokens"] == 8
+
+
+@pytest.mark.parametrize("wrong", [-1, math.inf, math.nan, "8"])
+def test_an_overhead_is_a_number_of_tokens(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="overhead_tokens"):
+        BucketBudget(1000, 2e5, overhead_tokens=wrong)
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     """They ended in an error of JSON where a budget is named by its version, or kept."""
     budget = BucketBudget(np.int64(1000), np.float32(2e5), np.float64(2.0))  # type: ignore[arg-type]

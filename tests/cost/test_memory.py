@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from lightning_videoscale.cost import Measurement, MemoryModel
+from lightning_videoscale.cost import BucketBudget, Measurement, MemoryLine, MemoryModel
 
 GIB = 2**30
 
@@ -28,6 +30,47 @@ def test_a_fit_that_falls_short_keeps_its_excess_free() -> None:
         assert peak.peak_bytes is not None
         assert model.predict(1, peak.sequence_length) * (1 + model.worst_excess) >= peak.peak_bytes * (1 - 1e-9)
     assert model.m_mem(80 * GIB, reserve=0) < (80 * GIB - model.fixed) / model.per_token
+
+
+def peak(samples: int, length: int, per_sample: float = 80e6) -> Measurement:
+    return Measurement(samples, length, 1.0, 10 * GIB + 400_000 * samples * length + per_sample * samples)
+
+
+def test_what_a_sample_takes_beside_its_tokens_is_told_from_them() -> None:
+    """As its text does: a line over tokens alone would be too steep, and the longest sample too short."""
+    model = MemoryModel.fit([peak(*size) for size in ((1, 1000), (1, 4000), (16, 1000), (4, 4000), (1, 16_000))])
+    assert (model.per_token, model.per_sample) == (pytest.approx(400_000), pytest.approx(80e6))
+    assert model.overhead_tokens == pytest.approx(200)
+    longest = model.longest(80 * GIB, reserve=0)
+    assert model.predict(1, longest) <= 80 * GIB < model.predict(1, longest + 2)
+    budget = BucketBudget(model.m_mem(80 * GIB, reserve=0), math.inf, overhead_tokens=model.overhead_tokens)
+    for length in (50, 1000, 4000, 16_000, longest):
+        size = budget.batch_size(length)
+        assert model.predict(size, length) <= 80 * GIB < model.predict(size + 1, length)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(1, 1000), (1, 4000), (1, 16_000), (1, 60_000)],  # one batch size
+        [(1, 4000), (2, 4000), (4, 4000), (8, 4000)],  # one length
+        [(1, 1000), (4, 1000), (1, 4000)],  # three peaks
+    ],
+)
+def test_where_batch_sizes_do_not_tell_samples_from_tokens_it_is_all_tokens(sizes: list[tuple[int, int]]) -> None:
+    model = MemoryModel.fit([peak(*size) for size in sizes])
+    assert model.per_sample == 0 and model.overhead_tokens == 0
+    for samples, length in sizes:
+        excess = 1 + model.worst_excess
+        assert model.predict(samples, length) * excess >= peak(samples, length).peak_bytes * (1 - 1e-9)  # type: ignore[operator]
+
+
+def test_of_two_lines_the_larger_overhead_counts() -> None:
+    model = MemoryModel(10 * GIB, 2e5, 0.0, at_start=MemoryLine(8 * GIB, 4e5, 80e6), per_sample=20e6)
+    assert model.overhead_tokens == 200
+    longest = model.longest(80 * GIB, reserve=0)
+    assert model.predict(1, longest) <= 80 * GIB
+    assert model.longest(9 * GIB) == 0
 
 
 @pytest.mark.parametrize("per_token", [400_000, 800_000])

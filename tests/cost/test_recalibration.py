@@ -254,6 +254,15 @@ def loop_reason(peaks: dict[int, float]) -> str:
     return start().update(window((1.0, 1.0)), peaks, capacity=8e10).reason
 
 
+@pytest.mark.parametrize("target_sync", [None, 20.0])
+def test_what_samples_take_beside_their_tokens_stays_in_the_budget(target_sync: float | None) -> None:
+    first = Calibration(BucketBudget(2 * LONGEST, LONGEST**1.9, 1.9, overhead_tokens=80), wrong(TRUTH, 2.0, 0.3))
+    loop = Recalibration(first, target_sync, longest=LONGEST)
+    outcome = loop.update(window((1.0, 1.0)), {n: 1e9 + n for n in (1000, 2000, 3000)}, capacity=8e10)
+    assert outcome.changed and outcome.calibration.budget.m_mem > 2 * LONGEST
+    assert outcome.calibration.budget.overhead_tokens == 80
+
+
 @pytest.mark.parametrize(("share", "is_lowered"), [(0.99, False), (1.01, True)])
 def test_a_memory_budget_that_does_not_fit_is_lowered_however_little(share: float, is_lowered: bool) -> None:
     """Less than the tolerance above what leaves the reserve free."""

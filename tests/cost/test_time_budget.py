@@ -63,7 +63,13 @@ def test_memory_alone_takes_no_heed_of_time() -> None:
 
 
 def test_calibrations_keep_either_kind() -> None:
-    for budget in (TimeBudget(1000, 3.0, BY_SUM), BucketBudget(1000, 5.0, 1.7), BucketBudget(1000, math.inf)):
+    for budget in (
+        TimeBudget(1000, 3.0, BY_SUM),
+        TimeBudget(1000, 3.0, BY_SUM, overhead_tokens=80.5),
+        BucketBudget(1000, 5.0, 1.7),
+        BucketBudget(1000, 5.0, 1.7, overhead_tokens=80.5),
+        BucketBudget(1000, math.inf),
+    ):
         kept = Calibration(budget, BY_SUM)
         assert Calibration.from_dict(json.loads(json.dumps(kept.to_dict()))) == kept
 

@@ -111,14 +111,15 @@ class RunBudget:
             None where neither is there, or the matrix has no peaks.
         """
         if self._auto is None:
-            return None if self.training is None else self.training.m_mem
+            return None if self.training is None else self.training.m_mem - self.training.overhead_tokens
         try:
             matrix = ShapeMatrix.load(self._auto.matrix or beside_index)
             if matrix.capacity_bytes is None:
                 return None
             reserve = self._auto.reserve
-            by_peaks = MemoryModel.fit(matrix.measurements).m_mem(matrix.capacity_bytes, reserve)
-            held = matrix.within_memory(by_peaks, reserve)
+            model = MemoryModel.fit(matrix.measurements)
+            by_peaks, overhead = model.m_mem(matrix.capacity_bytes, reserve), model.overhead_tokens
+            held = matrix.within_memory(by_peaks, reserve, overhead) - overhead
         except (OSError, ValueError):
             return None
         return held / int(matrix.provenance.get("sequence_parallel_size", 1))

@@ -49,7 +49,7 @@ SETTING = {
 }
 
 
-def _matrix(capacity: float = 4000.0, **setting: Any) -> ShapeMatrix:
+def _matrix(capacity: float = 4000.0, per_sample: float = 0.0, **setting: Any) -> ShapeMatrix:
     """Seconds = 0.1 + 1e-4 B S^1.8, bytes = 200 + 10 B S: the longest of the clips, 80 tokens, takes 0.367 s."""
     cells = [(b, s) for s in (4, 16, 48, 80) for b in (1, 2, 4)]
     rows = tuple(
@@ -62,7 +62,7 @@ def _matrix(capacity: float = 4000.0, **setting: Any) -> ShapeMatrix:
             seconds=0.1 + 1e-4 * b * s**1.8,
             spread=0.0,
             wait_seconds=0.0,
-            peak_bytes=200 + 10 * b * s,
+            peak_bytes=200 + 10 * b * s + per_sample * b,
         )
         for b, s in cells
     )
@@ -145,6 +145,17 @@ def test_what_was_out_of_memory_is_not_planned(shards: str, tmp_path: Path, said
     exact = VideoDataModule(shards, budget=AutoBudget(tmp_path / "matrix.json", reserve=0.0))
     _fit(exact)
     assert _budget(exact).m_mem == 239
+
+
+def test_what_samples_take_beside_their_tokens_is_in_the_budget(
+    shards: str, tmp_path: Path, said: Callable[[], list[str]]
+) -> None:
+    """As their text: (4000 * 0.9 - 200) / 10 tokens, of which every sample takes 4 more than it has."""
+    _matrix(per_sample=40.0).save(tmp_path / "matrix.json")
+    data = VideoDataModule(shards, budget=AutoBudget(tmp_path / "matrix.json", reserve=0.1))
+    _fit(data)
+    assert (_budget(data).m_mem, _budget(data).overhead_tokens) == (pytest.approx(340, abs=1), pytest.approx(4))
+    assert "as 4 tokens per sample" in said()[-1]
 
 
 def test_a_matrix_beside_the_index_that_cannot_be_read_is_told(shards: str) -> None:
