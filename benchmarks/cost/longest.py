@@ -10,8 +10,8 @@ GPUs: each of these and each pair of them is in equally many cells.
 The model is fitted to steps at short lengths as ``budget="auto"`` fits it, by `benchmark_shapes` and `MemoryModel`, and
 says how many tokens a cap of memory holds, with no share of it kept free. Then new processes, whose allocator is held
 to that cap, take three steps at 0.95 and at 1.05 of this length: ``as_predicted`` is where the first trains and the
-second is out of memory. ``with_reserve`` is what ``budget="auto"`` would take, which keeps a share free. What lies beside
-the allocator, such as the CUDA context, is not under the cap.
+second is out of memory. ``with_reserve`` is what ``budget="auto"`` would take, which keeps a share free. What lies
+beside the allocator, such as the CUDA context, is not under the cap.
 
 Cells run beside each other, three to a GPU, as only memory is measured. Every finished cell is in the output file at
 once; a call goes on with the others. ``--tiny`` tries the script on CPUs, where memory has no such end and nothing is

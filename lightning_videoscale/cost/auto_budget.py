@@ -126,14 +126,11 @@ class AutoBudget:
         except ValueError as error:
             return longest, 0.0, f"the longest sample, as the peaks cannot be used: {error}"
         overhead = round(model.overhead_tokens, 1)
-        return (
-            model.m_mem(matrix.capacity_bytes, self.reserve),
-            overhead,
-            (
-                f"{model.fixed / 2**30:.1f} GiB, {model.per_token / 2**10:.0f} KiB per token and as much as {overhead:g} "
-                f"tokens per sample at the measured peaks, of {matrix.capacity_bytes / 2**30:.1f} GiB"
-            ),
+        why = (
+            f"{model.fixed / 2**30:.1f} GiB, {model.per_token / 2**10:.0f} KiB per token and as much as {overhead:g} "
+            f"tokens per sample at the measured peaks, of {matrix.capacity_bytes / 2**30:.1f} GiB"
         )
+        return model.m_mem(matrix.capacity_bytes, self.reserve), overhead, why
 
 
 def budget_of_longest(longest: int, step_time: StepTimeModel | None, m_mem: float | None = None) -> BucketBudget:
