@@ -180,7 +180,9 @@ class MemoryMonitor(RunFigures):
         fits = self._best_effort.attempt("compute the headroom", self._fits, memories)
         if fits is not None:
             figures["memory/fits_tokens"] = float(fits)
-            overhead = 0.0 if self.memory_model is None else self.memory_model.overhead_tokens
+            overhead = 0.0
+            if self.memory_model is not None:
+                overhead = self.memory_model.overhead_tokens(min(memory.capacity for memory in memories))
             taken = (samples * (lengths + overhead))[could_read].max()
             figures["memory/headroom_tokens"] = float(fits - taken)  # below 0 where it is exceeded
         return figures

@@ -125,7 +125,7 @@ class AutoBudget:
             model = MemoryModel.fit(matrix.measurements, accumulates)
         except ValueError as error:
             return longest, 0.0, f"the longest sample, as the peaks cannot be used: {error}"
-        overhead = round(model.overhead_tokens, 1)
+        overhead = round(model.overhead_tokens(matrix.capacity_bytes, self.reserve), 1)
         why = (
             f"{model.fixed / 2**30:.1f} GiB, {model.per_token / 2**10:.0f} KiB per token and as much as {overhead:g} "
             f"tokens per sample at the measured peaks, of {matrix.capacity_bytes / 2**30:.1f} GiB"

@@ -105,18 +105,21 @@ class MemoryModel:
     def _at(self, samples: int, tokens: int) -> float:
         return max(line.at(samples, tokens) for line in self._lines)
 
-    @property
-    def overhead_tokens(self) -> float:
-        """What a sample takes beside its tokens, in tokens: ``overhead_tokens`` of a budget."""
-        return max(line.overhead_tokens for line in self._lines)
-
     def predict(self, samples: int, sequence_length: int) -> float:
         """Peak bytes of B samples of S tokens."""
         return self._at(samples, samples * sequence_length)
 
     def longest(self, capacity_bytes: float, reserve: float = 0.05) -> int:
         """Tokens S of the longest sample that fits alone; 0 where none does. Arguments are those of `m_mem`."""
-        return max(0, int(self.fits(capacity_bytes, reserve) - self.overhead_tokens))
+        usable = self._usable(capacity_bytes, reserve)
+        return max(0, min(int(line.tokens_in(usable) - line.overhead_tokens) for line in self._lines))
+
+    def overhead_tokens(self, capacity_bytes: float, reserve: float = 0.05) -> float:
+        """What a sample takes of `m_mem` beside its tokens: ``overhead_tokens`` of a budget. Arguments are the same."""
+        usable = self._usable(capacity_bytes, reserve)
+        room = [max(1, line.tokens_in(usable)) for line in self._lines]
+        # A line that hardly grows with the tokens has overheads of many, and room for as many more than M_mem.
+        return max(line.overhead_tokens * min(room) / tokens for line, tokens in zip(self._lines, room, strict=True))
 
     def m_mem(self, capacity_bytes: float, reserve: float = 0.05) -> int:
         """Tokens that a micro-batch may have, with `overhead_tokens` for each of its samples: M_mem.
@@ -138,8 +141,11 @@ class MemoryModel:
 
     def fits(self, capacity_bytes: float, reserve: float = 0.05) -> int:
         """As `m_mem`, and 0 where not even one token fits."""
-        usable = capacity_bytes * (1 - reserve) / (1 + self.worst_excess)
+        usable = self._usable(capacity_bytes, reserve)
         return max(0, min(line.tokens_in(usable) for line in self._lines))
+
+    def _usable(self, capacity_bytes: float, reserve: float) -> float:
+        return capacity_bytes * (1 - reserve) / (1 + self.worst_excess)
 
 
 def _peaks(samples: Sequence[Measurement], peaks: Sequence[float | None]) -> list[_Peak]:

@@ -40,10 +40,10 @@ def test_what_a_sample_takes_beside_its_tokens_is_told_from_them() -> None:
     """As its text does: a line over tokens alone would be too steep, and the longest sample too short."""
     model = MemoryModel.fit([peak(*size) for size in ((1, 1000), (1, 4000), (16, 1000), (4, 4000), (1, 16_000))])
     assert (model.per_token, model.per_sample) == (pytest.approx(400_000), pytest.approx(80e6))
-    assert model.overhead_tokens == pytest.approx(200)
+    assert model.overhead_tokens(80 * GIB) == pytest.approx(200)
     longest = model.longest(80 * GIB, reserve=0)
     assert model.predict(1, longest) <= 80 * GIB < model.predict(1, longest + 2)
-    budget = BucketBudget(model.m_mem(80 * GIB, reserve=0), math.inf, overhead_tokens=model.overhead_tokens)
+    budget = BucketBudget(model.m_mem(80 * GIB, reserve=0), math.inf, overhead_tokens=model.overhead_tokens(80 * GIB))
     for length in (50, 1000, 4000, 16_000, longest):
         size = budget.batch_size(length)
         assert model.predict(size, length) <= 80 * GIB < model.predict(size + 1, length)
@@ -59,7 +59,7 @@ def test_what_a_sample_takes_beside_its_tokens_is_told_from_them() -> None:
 )
 def test_where_batch_sizes_do_not_tell_samples_from_tokens_it_is_all_tokens(sizes: list[tuple[int, int]]) -> None:
     model = MemoryModel.fit([peak(*size) for size in sizes])
-    assert model.per_sample == 0 and model.overhead_tokens == 0
+    assert model.per_sample == 0 and model.overhead_tokens(80 * GIB) == 0
     for samples, length in sizes:
         excess = 1 + model.worst_excess
         assert model.predict(samples, length) * excess >= peak(samples, length).peak_bytes * (1 - 1e-9)  # type: ignore[operator]
@@ -67,10 +67,21 @@ def test_where_batch_sizes_do_not_tell_samples_from_tokens_it_is_all_tokens(size
 
 def test_of_two_lines_the_larger_overhead_counts() -> None:
     model = MemoryModel(10 * GIB, 2e5, 0.0, at_start=MemoryLine(8 * GIB, 4e5, 80e6), per_sample=20e6)
-    assert model.overhead_tokens == 200
+    assert model.overhead_tokens(80 * GIB) == 200
     longest = model.longest(80 * GIB, reserve=0)
     assert model.predict(1, longest) <= 80 * GIB
     assert model.longest(9 * GIB) == 0
+
+
+def test_a_line_that_hardly_grows_with_the_tokens_does_not_take_the_room_of_the_other() -> None:
+    """As with checkpointed activations: at the end of backward, a sample takes as much as 20 000 tokens, its text."""
+    model = MemoryModel(30 * GIB, 1e3, 0.0, at_start=MemoryLine(20 * GIB, 4e5), per_sample=20e6)
+    longest = model.longest(80 * GIB, reserve=0)
+    assert model.predict(1, longest) <= 80 * GIB < model.predict(1, longest + 1)
+    overhead = model.overhead_tokens(80 * GIB, reserve=0)
+    budget = BucketBudget(model.m_mem(80 * GIB, reserve=0), math.inf, overhead_tokens=overhead)
+    for length, least in ((100, 0.5), (1000, 0.9), (50_000, 0.9)):
+        assert least * 80 * GIB < model.predict(budget.batch_size(length), length) <= 80 * GIB
 
 
 @pytest.mark.parametrize("per_token", [400_000, 800_000])

@@ -118,7 +118,7 @@ class RunBudget:
                 return None
             reserve = self._auto.reserve
             model = MemoryModel.fit(matrix.measurements)
-            by_peaks, overhead = model.m_mem(matrix.capacity_bytes, reserve), model.overhead_tokens
+            by_peaks, overhead = (find(matrix.capacity_bytes, reserve) for find in (model.m_mem, model.overhead_tokens))
             held = matrix.within_memory(by_peaks, reserve, overhead) - overhead
         except (OSError, ValueError):
             return None
