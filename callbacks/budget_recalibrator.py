@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -160,7 +161,7 @@ class BudgetRecalibrator(RunFigures):
         if load is None or not (is_out_of_memory(exception) and is_in_micro_batch(trainer)):
             return
         if data is not None and data.planner is not None:
-            incident = OutOfMemory.of(trainer, load, data.planner.budget.m_mem)
+            incident = OutOfMemory.of(trainer, load, data.planner.budget)
             exception.add_note(str(incident))
             for folder in folders_of(trainer):  # it may be resumed again from where it was resumed now
                 self._best_effort.attempt("keep a note of the out-of-memory", keep, incident, folder)
@@ -242,8 +243,10 @@ class BudgetRecalibrator(RunFigures):
         """Lowers M_mem below what an earlier run on this machine could not hold."""
         kept = self._best_effort.attempt("read notes of earlier runs", kept_in, folders_of(trainer))
         incidents = trainer.strategy.broadcast(kept or [])
-        before = recalibration.calibration.budget.m_mem
-        machine = machine_of(trainer)
+        budget, machine = recalibration.calibration.budget, machine_of(trainer)
+        before = budget.m_mem
+        # Counted as by the budget that holds now, which may be another one than that of the run before.
+        incidents = [replace(incident, overhead_tokens=budget.overhead_tokens) for incident in incidents]
         heeded = [incident for incident in incidents if incident.machine == machine]
         for incident in incidents:
             if incident.machine != machine:

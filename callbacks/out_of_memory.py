@@ -12,6 +12,7 @@ import fsspec  # type: ignore[import-untyped]
 import lightning.pytorch as pl
 import torch
 
+from lightning_videoscale.cost.budget import Budget
 from lightning_videoscale.timing import MicroBatchLoad
 from lightning_videoscale.topology import topology_of
 
@@ -33,6 +34,7 @@ class OutOfMemory:
         allocated_gib: In tensors when it failed; None where the device does not tell.
         capacity_gib: Memory of the device; likewise.
         machine: Device, ranks and sequence-parallel ranks: on others, as much memory is left as may be.
+        overhead_tokens: What that budget counted of every sample beside its tokens.
     """
 
     step: int
@@ -44,9 +46,10 @@ class OutOfMemory:
     allocated_gib: float | None
     capacity_gib: float | None
     machine: tuple[str, int, int]
+    overhead_tokens: float = 0.0  # notes of earlier releases have none
 
     @classmethod
-    def of(cls, trainer: pl.Trainer, load: MicroBatchLoad, m_mem: float) -> OutOfMemory:
+    def of(cls, trainer: pl.Trainer, load: MicroBatchLoad, budget: Budget) -> OutOfMemory:
         """Describes the micro-batch under way on this rank."""
         device, gib = trainer.strategy.root_device, 2**30
         on_cuda = device.type == "cuda"
@@ -56,16 +59,17 @@ class OutOfMemory:
             shape=(load.frames, load.height, load.width) if load.frames else (),
             samples=load.samples,
             sequence_length=load.sequence_length,
-            m_mem=m_mem,
+            m_mem=budget.m_mem,
             allocated_gib=torch.cuda.max_memory_allocated(device) / gib if on_cuda else None,
             capacity_gib=torch.cuda.get_device_properties(device).total_memory / gib if on_cuda else None,
             machine=machine_of(trainer),
+            overhead_tokens=budget.overhead_tokens,
         )
 
     @property
-    def tokens(self) -> int:
-        """B * S."""
-        return self.samples * self.sequence_length
+    def tokens(self) -> float:
+        """B * (S + overhead_tokens): what the batch takes of M_mem."""
+        return self.samples * (self.sequence_length + self.overhead_tokens)
 
     @property
     def m_mem_after(self) -> float:
@@ -78,9 +82,10 @@ class OutOfMemory:
         gib = ""
         if self.allocated_gib is not None and self.capacity_gib is not None:
             gib = f", with a peak of {self.allocated_gib:.1f} of {self.capacity_gib:.1f} GiB"
+        counted = f"(S + {self.overhead_tokens:g})" if self.overhead_tokens else "S"
         what = (
             f"Out of memory on rank {self.rank} at step {self.step}: B = {self.samples} samples{shape} of S = "
-            f"{self.sequence_length} tokens, B * S = {self.tokens}, M_mem = {self.m_mem:.0f}{gib}. "
+            f"{self.sequence_length} tokens, B * {counted} = {self.tokens:.0f}, M_mem = {self.m_mem:.0f}{gib}. "
         )
         if self.samples == 1:
             return what + (

@@ -109,6 +109,8 @@ def test_notes_are_read_back_and_cut_ones_left_out(tmp_path: Path) -> None:
     for incident in (INCIDENT, other):
         keep(incident, str(tmp_path / "new"))
     (tmp_path / "new" / "out_of_memory-step=8-rank=0.json").write_text('{"step": 8, "ra')
+    earlier = tmp_path / "new" / "out_of_memory-step=7-rank=1.json"  # of a release that knew no overheads
+    earlier.write_text(earlier.read_text().replace(', "overhead_tokens": 0.0', ""))
     assert kept_in([str(tmp_path / "none"), str(tmp_path / "new")]) == [other, INCIDENT]
     assert INCIDENT.m_mem_after == 288
     assert "rank 3 at step 7: B = 4 samples of 5x8x8 of S = 80 tokens, B * S = 320, M_mem = 330" in str(INCIDENT)
@@ -140,6 +142,18 @@ def test_only_failures_of_this_machine_lower_the_budget(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="another machine.*rank 3"):
         assert m_mem_with(replace(INCIDENT, machine=("cpu", 8, 1))) == 320
     assert m_mem_with(INCIDENT) == 288
+
+
+@pytest.mark.parametrize("of_then", [0.0, 20.0, 50.0])
+def test_what_samples_take_beside_their_tokens_counts_in_what_did_not_fit(tmp_path: Path, of_then: float) -> None:
+    """By the budget that holds now: 4 samples of 80 tokens and 20 beside them, whatever the run before counted."""
+    keep(replace(INCIDENT, overhead_tokens=of_then), str(tmp_path))
+    recalibrator, budget = BudgetRecalibrator(), replace(BUDGET, m_mem=420, overhead_tokens=20.0)
+    data = VideoDataModule(write_shards(tmp_path / "train", 20), budget=budget)
+    trainer_with(callbacks=[recalibrator], default_root_dir=tmp_path, max_steps=1).fit(Witness(), data)
+    assert recalibrator.calibration is not None
+    assert recalibrator.calibration.budget == replace(budget, m_mem=360)
+    assert "B * (S + 20) = 400" in recalibrator.history[0]["reason"]
 
 
 def test_the_failure_that_decides_is_named(tmp_path: Path) -> None:
