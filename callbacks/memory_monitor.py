@@ -8,12 +8,14 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import Tensor
 
 from lightning_videoscale.callbacks.best_effort import BestEffort
 from lightning_videoscale.callbacks.device_memory import DeviceMemory, MemoryGauge
 from lightning_videoscale.callbacks.out_of_memory import machine_of
 from lightning_videoscale.callbacks.run_figures import RunFigures
 from lightning_videoscale.cost import Measurement, MemoryModel
+from lightning_videoscale.data.planning import BucketPlanner
 from lightning_videoscale.report import record
 from lightning_videoscale.timing import Pauses, StepWindow, check_interval, subscribe_to_steps
 
@@ -32,10 +34,12 @@ class MemoryMonitor(RunFigures):
     - ``memory/fragmentation``, the share of the reserved memory that lies in gaps between tensors;
     - ``memory/fits_tokens``, what a micro-batch may have on the fullest GPU: M_mem of a `MemoryModel`, with its reserve
       kept free, and 0 where not even one token fits;
+    - ``memory/overhead_tokens``, where that counts every sample as so many tokens more than it has: by the model given,
+      or by the budget of a `VideoDataModule`;
     - ``memory/headroom_tokens``, what the largest micro-batch of the window could grow by until then.
 
     Without a model given, a line is fitted through the largest micro-batch and the peak of every window so far; until
-    three token counts were seen the last two are not logged. These points and the largest peak are in the checkpoint;
+    three token counts were seen the last three are not logged. These points and the largest peak are in the checkpoint;
     points of a run on other GPUs, or another number of them, are dropped with a warning, since the model's states take
     other room there.
 
@@ -45,7 +49,7 @@ class MemoryMonitor(RunFigures):
 
     Attributes:
         peak_bytes: Largest peak of the run so far on any rank.
-        peaks: Largest peak in bytes by tokens (B * S) of a window's largest micro-batch.
+        peaks: Largest peak in bytes by tokens of a window's largest micro-batch, overheads of the budget among them.
     """
 
     def __init__(self, every_n_steps: int = 50, memory_model: MemoryModel | None = None) -> None:
@@ -63,6 +67,7 @@ class MemoryMonitor(RunFigures):
         self.peak_bytes = 0.0
         self.peaks: dict[int, float] = {}
         self._machine: tuple[object, ...] | None = None
+        self._overhead = 0.0  # tokens that the data's budget counts of a sample beside its own
         self._gauge: MemoryGauge | None = None
         self._pauses = Pauses()
         self._best_effort = BestEffort("MemoryMonitor")
@@ -79,6 +84,7 @@ class MemoryMonitor(RunFigures):
             self._best_effort.say_once(f"MemoryMonitor reads the memory of CUDA devices; on {device} it logs nothing.")
             return
         self._keep_peaks_of_this_machine(trainer)
+        self._keep_peaks_of_this_budget(trainer)
         self._peak_so_far, self._pauses = 0.0, Pauses()
         self._best_effort.attempt("reset the peak", self._gauge.reset_peak)
         read = partial(self._read, self._gauge)
@@ -114,15 +120,17 @@ class MemoryMonitor(RunFigures):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the run's largest peak, the observed points and the machine that they belong to."""
-        return {"peak_bytes": self.peak_bytes, "peaks": dict(self.peaks), "machine": self._machine}
+        peaks = {"peak_bytes": self.peak_bytes, "peaks": dict(self.peaks)}
+        return peaks | {"machine": self._machine, "overhead_tokens": self._overhead}
 
     def _begin_anew(self) -> None:
-        self.peak_bytes, self.peaks, self._machine = 0.0, {}, None
+        self.peak_bytes, self.peaks, self._machine, self._overhead = 0.0, {}, None, 0.0
 
     def _go_on(self, state_dict: Mapping[str, Any]) -> None:
         self.peak_bytes = state_dict["peak_bytes"]
         self.peaks = dict(state_dict["peaks"])
         self._machine = state_dict["machine"]
+        self._overhead = state_dict.get("overhead_tokens", 0.0)  # earlier releases counted none
 
     def _keep_peaks_of_this_machine(self, trainer: pl.Trainer) -> None:
         """Drops points that were observed on other devices or on another number of ranks."""
@@ -134,6 +142,18 @@ class MemoryMonitor(RunFigures):
             )
             self.peaks, self.peak_bytes = {}, 0.0
         self._machine = machine
+
+    def _keep_peaks_of_this_budget(self, trainer: pl.Trainer) -> None:
+        """Drops points whose tokens were counted by another overhead than that of the data's budget."""
+        planner = getattr(getattr(trainer, "datamodule", None), "planner", None)
+        overhead = planner.budget.overhead_tokens if isinstance(planner, BucketPlanner) else 0.0
+        if self.peaks and overhead != self._overhead:
+            self._best_effort.say_once(
+                f"MemoryMonitor drops the peaks of the checkpoint by tokens: a sample counted as {self._overhead:g} "
+                f"tokens more than it has, and now it does as {overhead:g} more."
+            )
+            self.peaks = {}
+        self._overhead = overhead
 
     def _read(self, gauge: MemoryGauge) -> DeviceMemory:
         """This rank's memory at the end of a window; NaN where it cannot be read."""
@@ -153,8 +173,6 @@ class MemoryMonitor(RunFigures):
 
     def _figures(self, window: StepWindow) -> dict[str, float]:
         """Returns what is logged of all ranks, and adds them to the run's."""
-        samples, lengths = window.column("samples"), window.column("sequence_length")
-        largest = (samples * lengths).amax(dim=1)
         could_read = window.values.isfinite().all(dim=1)
         if not could_read.any():
             return {}
@@ -168,7 +186,7 @@ class MemoryMonitor(RunFigures):
         }
         if any(memory.graphs for memory in memories):
             figures["memory/graphs_gib"] = max(memory.graphs for memory in memories) / _GIB
-        tokens = [int(count) for count in largest[could_read]]
+        tokens = [round(count) for count in _largest(window, self._overhead)[could_read].tolist()]
         if not all(tokens):
             self._best_effort.say_once(
                 "MemoryMonitor found no `meta` with samples and sequence_length in the batches (VideoDataModule adds "
@@ -180,10 +198,12 @@ class MemoryMonitor(RunFigures):
         fits = self._best_effort.attempt("compute the headroom", self._fits, memories)
         if fits is not None:
             figures["memory/fits_tokens"] = float(fits)
-            overhead = 0.0
+            overhead = self._overhead
             if self.memory_model is not None:
                 overhead = self.memory_model.overhead_tokens(min(memory.capacity for memory in memories))
-            taken = (samples * (lengths + overhead))[could_read].max()
+            if overhead:
+                figures["memory/overhead_tokens"] = overhead
+            taken = _largest(window, overhead)[could_read].max()
             figures["memory/headroom_tokens"] = float(fits - taken)  # below 0 where it is exceeded
         return figures
 
@@ -195,3 +215,8 @@ class MemoryMonitor(RunFigures):
                 return None
             model = MemoryModel.fit([Measurement(1, count, 0.0, peak) for count, peak in self.peaks.items()])
         return model.fits(min(memory.capacity for memory in memories))
+
+
+def _largest(window: StepWindow, overhead: float) -> Tensor:
+    """The most B * (S + overhead) of a micro-batch, (ranks,); 0 where the batches do not tell."""
+    return (window.column("samples") * (window.column("sequence_length") + overhead)).amax(dim=1)

@@ -226,26 +226,30 @@ def _of_memory(found: Findings) -> Advice | None:
     if not known or not found.plans:
         return None
     fits, headroom = (min(memory[name] for memory in known) for name in ("fits_tokens", "headroom_tokens"))
-    m_mem = found.plans[-1]["budget"]["m_mem"]
+    budget = found.plans[-1]["budget"]
+    m_mem, planned = budget["m_mem"], budget.get("overhead_tokens", 0.0)
+    # Tokens that fit beside some overhead do not fit beside less.
+    overhead = max(planned, *(memory.get("overhead_tokens", 0.0) for memory in known))
+    wanted = f"m_mem to {fits:,.0f}{f' and overhead_tokens to {overhead:,.4g}' * (overhead > planned)} tokens"
     if fits < 1:
         return Advice(
             "Shard the states over more ranks, checkpoint activations, or let more ranks share a sequence",
             "The fullest GPU has no room for a single token beside the model's states and the reserve.",
         )
-    if not _changes_batches(found, fits):
+    if not _changes_batches(found, fits, overhead):
         return None  # M_comp limits the batches, or one clip alone is too large
-    if headroom < 0 and fits < m_mem:
-        return Advice(f"Set m_mem to {fits:,.0f} tokens", "The largest micro-batches leave no reserve free.")
+    if headroom < 0 and (fits < m_mem or overhead > planned):
+        return Advice(f"Set {wanted}", "The largest micro-batches leave no reserve free.")
     if headroom < 0 or fits < 1.1 * m_mem:
         return None
     return Advice(
-        f"Raise m_mem to {fits:,.0f} tokens",
+        f"Raise {wanted}",
         f"Micro-batches of so many tokens fit on the fullest GPU; m_mem = {m_mem:,.0f} limits those of some shapes.",
     )
 
 
-def _changes_batches(found: Findings, m_mem: float) -> bool:
+def _changes_batches(found: Findings, m_mem: float, overhead: float) -> bool:
     """Whether the last plan would have batches of other sizes under another M_mem, of the shapes that were trained."""
     plan = found.plans[-1]
-    other = plan | {"budget": plan["budget"] | {"m_mem": m_mem}}
+    other = plan | {"budget": plan["budget"] | {"m_mem": m_mem, "overhead_tokens": overhead}}
     return any(batch_size(plan, kind.tokens) != batch_size(other, kind.tokens) for kind in found.kinds)

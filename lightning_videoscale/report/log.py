@@ -34,7 +34,7 @@ loading     With a window, of `VideoDataModule`: ``workers``, per global rank a 
 val_loss    A validation is over: ``losses`` {name: value}, the metrics with "loss" and a word like "val" in them.
 memory      `MemoryMonitor`: ``allocated_gib``, ``reserved_gib``, ``peak_gib``, ``fragmentation``, and where known
             ``fits_tokens``, as many as a micro-batch may have, and ``headroom_tokens``, what the window's largest has
-            less; each the worst of all ranks.
+            less; each the worst of all ranks. ``overhead_tokens``, where samples count as so many more in these two.
 bottleneck  `BottleneckAnalyzer`: ``name``, ``share`` of the step time in [0, 1], ``figure`` and ``advice``, sentences.
 budget      `BudgetRecalibrator`: ``adopted``, whether budgets change; ``reason``, a sentence; ``m_mem``, ``m_comp``,
             ``p`` as they are from then on. A `TimeBudget` has ``target_sync`` in the place of ``m_comp``.

@@ -12,9 +12,12 @@ import torch
 
 from lightning_videoscale.callbacks import MemoryMonitor
 from lightning_videoscale.callbacks.device_memory import DeviceMemory, MemoryGauge
-from lightning_videoscale.cost import MemoryModel
+from lightning_videoscale.cost import BucketBudget, MemoryModel
+from lightning_videoscale.data import VideoDataModule
 from lightning_videoscale.timing import unwatched
 from tests.callbacks.toy import MemoryLogger, Meta, Slope, batches_of, trainer_with
+from tests.data.clips import write_shards
+from tests.data.training import Witness
 
 GIB = 2**30
 
@@ -156,6 +159,33 @@ def test_points_survive_a_restart_on_the_same_machine_only(tmp_path: Path) -> No
     with pytest.warns(match=r"\('another GPU', 8, 2\).*\('cpu', 1, 1\)"):
         trainer_with(elsewhere).fit(Slope(), batches_of([Meta(1, 30)]))
     assert elsewhere.peaks == {30: 150 * GIB}
+
+
+def test_tokens_are_those_that_the_budget_counts(tmp_path: Path) -> None:
+    """Peaks of (3 S + 90) GiB for every sample: a line over B * S would take text for tokens, and M_mem is of both."""
+    shards, budget = write_shards(tmp_path / "train", 40), BucketBudget(400, 1e6, overhead_tokens=30.0)
+    module = Witness()
+
+    class OfSamples(Scripted):
+        def _read(self, gauge: MemoryGauge) -> DeviceMemory:
+            meta = module.metas[-1]
+            self.scripted_gauge.peaks = [3 * meta.samples * (meta.sequence_length + 30)]
+            return super()._read(gauge)
+
+    monitor, logger = OfSamples([], every_n_steps=1), MemoryLogger()
+    trainer = trainer_with(monitor, logger=logger, enable_checkpointing=False)
+    trainer.fit(module, VideoDataModule(shards, budget=budget))
+    _, row = _rows(logger)[-1]
+    assert row["memory/fits_tokens"] == pytest.approx(950 / 3, abs=1) and row["memory/overhead_tokens"] == 30
+    last = module.metas[-1]
+    taken = last.samples * (last.sequence_length + 30)
+    assert row["memory/headroom_tokens"] == row["memory/fits_tokens"] - taken
+
+    again = OfSamples([], every_n_steps=1)
+    again.load_state_dict(monitor.state_dict())
+    with pytest.warns(match="as 30 tokens more.* as 0 more"):
+        trainer_with(again, max_steps=1).fit(module, VideoDataModule(shards, budget=BucketBudget(400, 1e6)))
+    assert len(again.peaks) == 1
 
 
 def test_failures_are_said_once_and_training_goes_on() -> None:

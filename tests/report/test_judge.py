@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,28 @@ def test_m_mem_is_advised_to_be_what_fits_where_that_changes_batches(
     gib = {"allocated_gib": 1.0, "reserved_gib": 1.0, "peak_gib": 1.0, "fragmentation": 0.0}
     log.append("memory", 20, gib | {"fits_tokens": fits, "headroom_tokens": fits - largest})
     assert [each.what for each in Findings(read_run(tmp_path)).advice if "m_mem" in each.what] == advice
+
+
+@pytest.mark.parametrize(
+    ("planned", "found", "headroom", "advice"),
+    [
+        (900.0, None, 0, "Raise m_mem to 200,000 tokens"),
+        (900.0, 900.0, -10, None),  # more would fit than m_mem, and batches of that are too large: no figure helps
+        (0.0, 900.0, -10, "Set m_mem to 200,000 and overhead_tokens to 900 tokens"),  # short clips do not fit
+        (0.0, 900.0, 10, "Raise m_mem to 200,000 and overhead_tokens to 900 tokens"),
+    ],
+)
+def test_m_mem_is_advised_with_the_overhead_that_it_was_found_beside(
+    tmp_path: Path, planned: float, found: float | None, headroom: int, advice: str | None
+) -> None:
+    log = simulated.log_run(tmp_path, steps=20, slowdown=1.0)
+    planner = simulated.planner()
+    log.append("plan", 20, plan_record(replace(planner, budget=replace(planner.budget, overhead_tokens=planned))))
+    gib = {"allocated_gib": 1.0, "reserved_gib": 1.0, "peak_gib": 1.0, "fragmentation": 0.0}
+    beside = {} if found is None else {"overhead_tokens": found}
+    log.append("memory", 20, gib | beside | {"fits_tokens": 200_000, "headroom_tokens": headroom})
+    said = [each.what for each in Findings(read_run(tmp_path)).advice if "m_mem" in each.what]
+    assert said == ([] if advice is None else [advice])
 
 
 @pytest.mark.parametrize(
