@@ -92,7 +92,7 @@ class Recalibration:
         )
         if longest is None:
             one_fits = budget.m_comp ** (1 / budget.p) if isinstance(budget, BucketBudget) else math.inf
-            longest = budget.m_mem if math.isinf(one_fits) else one_fits
+            longest = max(1.0, budget.m_mem - budget.overhead_tokens) if math.isinf(one_fits) else one_fits
         self._longest = longest
         self._peaks: dict[int, float] = {}
         self._m_mem_limit = math.inf
@@ -119,7 +119,7 @@ class Recalibration:
 
         Args:
             observations: Of all ranks; those whose seconds are not finite and positive are left out.
-            peaks: Highest memory in bytes by tokens B * S of the micro-batch that took it.
+            peaks: Highest memory in bytes by what the micro-batch that took it takes of M_mem, `Budget.memory_tokens`.
             capacity: Memory of the smallest device, in bytes.
         """
         now = self.calibration
@@ -198,7 +198,7 @@ class Recalibration:
         if self._target_sync is None:
             return BucketBudget(before.m_mem, room * self._longest**p, p, overhead_tokens=before.overhead_tokens)
         if math.isinf(room):  # memory alone has decided so far
-            room = before.m_mem / self._longest
+            room = before.m_mem / before.memory_tokens(1, self._longest)
         wanted = TimeBudget(before.m_mem, self._target_sync, fitted, overhead_tokens=before.overhead_tokens)
         least, most = (float(fitted.form.predict(room * step, self._longest)) for step in (1 / BATCH_STEP, BATCH_STEP))
         return replace(wanted, target_sync=min(max(wanted.target_sync, least), most))

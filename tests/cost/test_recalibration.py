@@ -263,6 +263,14 @@ def test_what_samples_take_beside_their_tokens_stays_in_the_budget(target_sync: 
     assert outcome.calibration.budget.overhead_tokens == 80
 
 
+@pytest.mark.parametrize("longest", [LONGEST, None])
+def test_what_memory_had_room_for_is_with_what_samples_take_beside_their_tokens(longest: int | None) -> None:
+    """One sample of the longest, not two, so that a target of 0.8 s instead of 1 s is no more than may change."""
+    first = Calibration(BucketBudget(2 * LONGEST, math.inf, overhead_tokens=LONGEST))
+    budget = Recalibration(first, 0.8, longest).update(window((1.0, 1.0))).calibration.budget
+    assert isinstance(budget, TimeBudget) and budget.target_sync == 0.8
+
+
 @pytest.mark.parametrize(("share", "is_lowered"), [(0.99, False), (1.01, True)])
 def test_a_memory_budget_that_does_not_fit_is_lowered_however_little(share: float, is_lowered: bool) -> None:
     """Less than the tolerance above what leaves the reserve free."""
