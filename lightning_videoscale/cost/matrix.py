@@ -138,6 +138,8 @@ class ShapeMatrix:
             rows, provenance, capacity = content["rows"], content["provenance"], content["capacity_bytes"]
             if not isinstance(provenance, dict) or not _is_amount(capacity):
                 raise ValueError(f"provenance={provenance!r} and capacity_bytes={capacity!r} are no names and bytes")
+            if not _is_count(size := provenance.get("sequence_parallel_size", 1)):
+                raise ValueError(f"sequence_parallel_size={size!r} is no number of ranks")
             return cls(tuple(_row(MatrixRow(**row)) for row in rows), provenance, capacity)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{file} is no matrix of `videoscale benchmark-shapes`: {error}.") from error
@@ -145,11 +147,15 @@ class ShapeMatrix:
 
 def _row(row: MatrixRow) -> MatrixRow:
     """Returns a row of a file, which somebody may have edited: text for a number would be multiplied as text."""
-    counts = all(type(n) is int and n > 0 for n in (row.samples, row.sequence_length))
+    counts = _is_count(row.samples) and _is_count(row.sequence_length)
     amounts = all(map(_is_amount, (row.seconds, row.peak_bytes, row.first_peak_bytes, row.start_bytes)))
     if not (counts and amounts and row.outcome in get_args(RowOutcome)):
         raise ValueError(f"{row} has other numbers than positive ones, or an outcome not of {get_args(RowOutcome)}")
     return row
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
 
 
 def _is_amount(value: Any) -> bool:

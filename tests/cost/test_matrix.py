@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,10 @@ def test_so_is_what_the_rows_shall_hold_for(tmp_path: Path, wrong: dict[str, Any
     file.write_text(json.dumps(json.loads(file.read_text()) | wrong))
     with pytest.raises(ValueError, match=rf"matrix\.json.*{next(iter(wrong))}={next(iter(wrong.values()))!r}"):
         ShapeMatrix.load(file)
+
+
+@pytest.mark.parametrize("size", [None, 0, -2, "2", 2.0])
+def test_a_group_of_no_number_of_ranks_is_named(tmp_path: Path, size: Any) -> None:
+    replace(_matrix(), provenance={"sequence_parallel_size": size}).save(tmp_path / "matrix.json")
+    with pytest.raises(ValueError, match=rf"matrix\.json.*sequence_parallel_size={size!r}"):
+        ShapeMatrix.load(tmp_path / "matrix.json")

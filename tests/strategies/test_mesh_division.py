@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -183,6 +185,27 @@ def test_a_measured_matrix_tells_the_tokens_of_a_device(tmp_path: Path) -> None:
     data.setup("fit")
     assert sum(data.clip_lengths().values()) == 4
     assert VideoDataModule(shards).tokens_per_device() is None
+
+
+def test_a_matrix_that_does_not_tell_the_tokens_of_a_device_says_why(tmp_path: Path) -> None:
+    """And nobody is told to measure what was measured."""
+    row, shards = MatrixRow(1, 8, 8, 1, 1000, seconds=1.0, peak_bytes=2.0**40), write_shards(tmp_path, 4)
+    full = [replace(row, sequence_length=n, peak_bytes=2.0**40 + 1e6 * n) for n in (10**6, 2 * 10**6, 4 * 10**6)]
+    data = VideoDataModule(shards, budget=AutoBudget(tmp_path / "matrix.json"))
+    for rows, why in ((None, "No such file"), ([row], "needs 3 measured peaks"), (full, "before the first token")):
+        if rows is not None:
+            ShapeMatrix(tuple(rows), capacity_bytes=20e9).save(tmp_path / "matrix.json")
+        with pytest.raises(ValueError, match=rf"matrix\.json.*{why}"):
+            data.tokens_per_device()
+    beside = VideoDataModule(shards)
+    beside.matrix_file.write_text("{")
+    with pytest.raises(ValueError, match=re.escape(str(beside.matrix_file))):
+        beside.tokens_per_device()
+
+
+def test_a_device_that_text_fills_holds_no_token(tmp_path: Path) -> None:
+    data = VideoDataModule(write_shards(tmp_path, 4), budget=BucketBudget(1000, 1e9, overhead_tokens=1600))
+    assert data.tokens_per_device() == 0
 
 
 # -- what may not run ----------------------------------------------------------------------------------------------

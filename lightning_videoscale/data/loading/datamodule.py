@@ -351,7 +351,11 @@ class VideoDataModule(pl.LightningDataModule):
         return self._table("shards").samples_by_length() if "shards" in self._shards.arguments else {}
 
     def tokens_per_device(self) -> float | None:
-        """Returns how many tokens a device holds in training, as far as the budget or an earlier benchmark tells."""
+        """Returns how many tokens a device holds in training, as far as the budget or an earlier benchmark tells.
+
+        Raises:
+            ValueError: If there is a measured matrix that cannot be read or used.
+        """
         return self._budget.tokens_per_device(self.matrix_file)
 
     @property

@@ -108,21 +108,28 @@ class RunBudget:
         """How many tokens a device holds: M_mem as given, or that of a measured matrix over its ranks of a sequence.
 
         Returns:
-            None where neither is there, or the matrix has no peaks.
+            0 where not even one fits; None where neither is there, or the matrix has no peaks.
+
+        Raises:
+            ValueError: If there is a matrix that cannot be read or used, or none under the name that was given.
         """
         if self._auto is None:
-            return None if self.training is None else self.training.m_mem - self.training.overhead_tokens
+            if self.training is None:
+                return None
+            return max(0.0, self.training.m_mem - self.training.overhead_tokens)
+        file, reserve = self._auto.matrix or beside_index, self._auto.reserve
         try:
-            matrix = ShapeMatrix.load(self._auto.matrix or beside_index)
+            matrix = ShapeMatrix.load(file)
             if matrix.capacity_bytes is None:
                 return None
-            reserve = self._auto.reserve
             model = MemoryModel.fit(matrix.measurements)
             by_peaks, overhead = (find(matrix.capacity_bytes, reserve) for find in (model.m_mem, model.overhead_tokens))
-            held = matrix.within_memory(by_peaks, reserve, overhead) - overhead
-        except (OSError, ValueError):
-            return None
-        return held / int(matrix.provenance.get("sequence_parallel_size", 1))
+        except (OSError, ValueError) as problem:
+            if self._auto.matrix is None and isinstance(problem, FileNotFoundError):
+                return None
+            raise ValueError(f"{file} does not tell how many tokens a device holds: {problem}") from problem
+        held = matrix.within_memory(by_peaks, reserve, overhead) - overhead
+        return max(0.0, held) / int(matrix.provenance.get("sequence_parallel_size", 1))
 
     def adopt(self, calibration: Calibration) -> None:
         """Lets other costs and budgets count from now on."""
