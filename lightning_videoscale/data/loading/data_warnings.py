@@ -149,8 +149,9 @@ def oversized_shapes(table: SampleTable, budget: Budget) -> str:
     if not (oversized := [row for row in rows if budget.exceeds_memory(row[1])]):
         return ""
     listed = ", ".join(f"{shape[:3]}: {length} tokens, {count} samples" for shape, length, count in oversized[:20])
+    beside = f", of which each takes {budget.overhead_tokens:g} beside its own," if budget.overhead_tokens else ""
     return (
-        f"One sample alone exceeds the memory budget m_mem={budget.m_mem} tokens in {len(oversized)} buckets "
+        f"One sample alone exceeds the memory budget m_mem={budget.m_mem} tokens{beside} in {len(oversized)} buckets "
         f"({listed}{', …' * (len(oversized) > 20)}); they train with batch size 1. Raise m_mem if they fit, or "
         "leave such clips out."
     )

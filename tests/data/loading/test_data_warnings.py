@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.cost import BucketBudget
 from lightning_videoscale.data import Batch, VideoDataModule
-from lightning_videoscale.data.loading.data_warnings import say_uneven
+from lightning_videoscale.data.loading.data_warnings import oversized_shapes, say_uneven
 from lightning_videoscale.data.planning import BucketPlanner
 from tests.data.clips import clip, write_shard
 from tests.data.films import film, numbered
@@ -31,6 +31,13 @@ def test_shapes_whose_samples_count_more_are_named(caplog: pytest.LogCaptureFixt
     (said,) = [record.message for record in caplog.records]
     assert f"{shapes[3][:3]} counts 10 times" in said and f"{shapes[0][:3]} 0.53 times" in said  # 42 / 4, and a 20th
     assert "loss_normalization='epoch'" in said
+
+
+def test_a_shape_that_is_too_large_with_what_it_takes_beside_its_tokens_is_named_with_that() -> None:
+    table = table_of([0, 3])  # of 4 and 80 tokens
+    said = oversized_shapes(table, BucketBudget(100, 1e9, overhead_tokens=30.5))
+    assert "m_mem=100" in said and "30.5" in said and ": 80 tokens" in said and ": 4 tokens" not in said
+    assert ": 80 tokens" not in oversized_shapes(table, BucketBudget(100, 1e9))
 
 
 def test_nothing_is_said_where_samples_count_alike(caplog: pytest.LogCaptureFixture) -> None:
