@@ -17,11 +17,12 @@ from lightning_videoscale.cost.time_budget import TimeBudget
 def read_budget(fields: Mapping[str, Any]) -> Budget:
     """Reads what `Budget.to_dict` returned, also from JSON, where no limit is null."""
     overhead = fields.get("overhead_tokens", 0.0)
+    limit = fields["target_sync"] if "target_sync" in fields else fields["m_comp"]
+    limit = math.inf if limit is None else limit
     if "target_sync" in fields:
         step_time = StepTimeModel.from_dict(fields["step_time"])
-        return TimeBudget(fields["m_mem"], fields["target_sync"], step_time, overhead_tokens=overhead)
-    m_comp = math.inf if fields["m_comp"] is None else fields["m_comp"]
-    return BucketBudget(fields["m_mem"], m_comp, fields["p"], overhead_tokens=overhead)
+        return TimeBudget(fields["m_mem"], limit, step_time, overhead_tokens=overhead)
+    return BucketBudget(fields["m_mem"], limit, fields["p"], overhead_tokens=overhead)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_videoscale.cost import BucketBudget, Calibration, StepTimeModel, TimeBudget
+from lightning_videoscale.cost.budget import Budget
+from lightning_videoscale.cost.calibration import read_budget
 from lightning_videoscale.cost.step_time import AdditiveCost, PowerLaw
 
 BY_SUM = StepTimeModel(PowerLaw(0.02, 1e-8, 1.7, 0.9), AdditiveCost(0.05, 4e-6, 1.6e-10, 0.001), 1.5, 0.01)
@@ -72,6 +74,14 @@ def test_calibrations_keep_either_kind() -> None:
     ):
         kept = Calibration(budget, BY_SUM)
         assert Calibration.from_dict(json.loads(json.dumps(kept.to_dict()))) == kept
+
+
+@pytest.mark.parametrize(
+    ("budget", "limit"),
+    [(TimeBudget(1000, math.inf, BY_SUM), "target_sync"), (BucketBudget(1000, math.inf, 1.7), "m_comp")],
+)
+def test_no_limit_is_null_in_the_log_of_a_run(budget: Budget, limit: str) -> None:
+    assert read_budget(budget.to_dict() | {limit: None}) == budget
 
 
 def test_nonsense_is_refused() -> None:
