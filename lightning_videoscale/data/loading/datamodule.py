@@ -38,6 +38,7 @@ from lightning_videoscale.data.loading.trainer import (
     reload_every_epoch,
     replan,
     resumed,
+    running,
 )
 from lightning_videoscale.data.loading.window_follower import follow
 from lightning_videoscale.data.loading.without_trainer import SamplerWithoutTrainer
@@ -157,6 +158,7 @@ class VideoDataModule(pl.LightningDataModule):
         self._position: TrainerPosition | None = None  # in the sampler's epoch
         self._contents: dict[str, str] = {}  # of the shards that the sampler plans
         self._state: Mapping[str, Any] | None = None
+        self._restored_by: pl.Trainer | None = None  # whose fit has brought the state; None: nobody's, or it has begun
         self._validates = val_shards is not None or type(self).val_dataloader is not VideoDataModule.val_dataloader
         self._leave_validation_out()
 
@@ -176,10 +178,10 @@ class VideoDataModule(pl.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Reads the index as it is now, and says what of the shards is left alone."""
-        if stage == "fit" and self._sampler is not None:
+        if stage == "fit" and (self._sampler is not None or self._restored_by not in (None, self.trainer)):
             same = self._position is not None and self._position.trainer is self.trainer
             self._state = self.state_dict() if same else None  # another Trainer begins at the beginning
-            self._sampler, self._position = None, None
+            self._sampler, self._position, self._restored_by = None, None, None
         if not self._shards.read(self._shape_policy.fps, self.trainer):
             return
         if self._window is not None:
@@ -275,7 +277,7 @@ class VideoDataModule(pl.LightningDataModule):
             self._state = state_dict if state_dict.get("has_begun", True) else None
             if self._position is not None:
                 forget_training_loader(self._position.trainer)  # the optimizers may have asked how long it is
-            self._sampler, self._position = None, None
+            self._sampler, self._position, self._restored_by = None, None, running(self.trainer)
             self._budget.load_state_dict(state_dict)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -328,8 +330,7 @@ class VideoDataModule(pl.LightningDataModule):
         weights = self._shards.weights
         names = list(weights) if weights is not None else ["shards"]
         epoch = 0 if self._sampler is None else self._sampler.progress.epoch
-        windows = self._windows
-        sizes = dataset_sizes(self._table("shards"), len(names)) if windows is None else windows.sizes
+        sizes = dataset_sizes(self._table("shards"), len(names)) if self._windows is None else self._windows.sizes
         drawn = draws_before(sizes, None if weights is None else list(weights.values()), epoch)
         return dict(zip(names, (drawn / sizes).tolist(), strict=True))
 
@@ -397,8 +398,7 @@ class VideoDataModule(pl.LightningDataModule):
         on_gpu = False
         if self.trainer is not None:
             check_same_plan(self.trainer, digest_of(contents_of(self._shards.index(argument))) + sampler.plan.digest)
-            device = self.trainer.strategy.root_device
-            on_gpu = device.type == "cuda"
+            on_gpu = (device := self.trainer.strategy.root_device).type == "cuda"
             if self._encode is not None:
                 self._encode.to(device)
         return PlannedLoader(self._shards.reader(argument), sampler, self._num_workers, on_gpu, encode=self._encode)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_videoscale.compat.lightning import first_place
@@ -44,6 +45,11 @@ def rank_and_size(trainer: pl.Trainer | None) -> tuple[int, int]:
         return 0, 1
     topology = topology_of(trainer)
     return topology.data_parallel_rank, topology.data_parallel_size
+
+
+def running(trainer: pl.Trainer | None) -> pl.Trainer | None:
+    """The Trainer, if it fits or evaluates just now; None between its runs, where whoever calls does so by hand."""
+    return trainer if trainer is not None and trainer.state.status == TrainerStatus.RUNNING else None
 
 
 def micro_batches_of(trainer: pl.Trainer | None, planned: int | None) -> int:

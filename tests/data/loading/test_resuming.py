@@ -271,6 +271,23 @@ def test_a_run_after_a_resumed_one_begins_at_the_beginning(shards: str, tmp_path
     assert fit(data).batches == fit(VideoDataModule(shards, budget=BUDGET)).batches
 
 
+class FailsEarly(Callback):
+    """Fails once the checkpoint is loaded, and before there is a loader."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        raise InterruptedError
+
+
+def test_a_run_after_one_that_failed_to_resume_begins_at_the_beginning(shards: str, tmp_path: Path) -> None:
+    fit(VideoDataModule(shards, budget=BUDGET), 1, None, SaveAfter(3, tmp_path / "three.ckpt"))
+    data = VideoDataModule(shards, budget=BUDGET)
+    with pytest.raises(InterruptedError):
+        trainer_with(callbacks=[FailsEarly()]).fit(Witness(), data, ckpt_path=tmp_path / "three.ckpt")
+    again = Witness()
+    trainer_with().fit(again, data)
+    assert ids(again.batches[0]) == everything()
+
+
 def test_a_trainer_that_fits_again_takes_what_max_steps_left_of_the_epoch(shards: str) -> None:
     data, module = VideoDataModule(shards, budget=BUDGET, micro_batches=2), Scheduled()
     trainer = trainer_with(max_epochs=2, max_steps=2, accumulate_grad_batches=2, callbacks=[LossWeighting()])
