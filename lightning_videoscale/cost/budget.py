@@ -66,7 +66,7 @@ class Budget(ABC):
         room = self.room(sequence_length) * (1 + _ROUNDING)
         return max(1, math.floor(min(self.m_mem / self.memory_tokens(1, sequence_length), room)))
 
-    def memory_tokens(self, samples: int, sequence_length: int) -> float:
+    def memory_tokens(self, samples: int, sequence_length: int | float) -> float:
         """What a micro-batch takes of M_mem: B * (S + overhead_tokens)."""
         return samples * (sequence_length + self.overhead_tokens)
 

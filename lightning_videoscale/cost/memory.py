@@ -14,6 +14,9 @@ from lightning_videoscale.cost.points import nonnegative_least_squares
 _PLATEAU = 1.01
 """Over the least peak, what still counts as equal to it."""
 
+_TOLD_APART = 100
+"""Condition number of the terms of a line, up to which samples and tokens are told apart."""
+
 
 class _Peak(NamedTuple):
     samples: int
@@ -176,8 +179,8 @@ def _line(peaks: Sequence[_Peak], least: float = 1.0) -> MemoryLine:
         raise ValueError(f"A memory model needs 3 measured peaks of 2 token counts; got {len(peaks)}.")
     samples, tokens, measured = (np.array(column, np.float64) for column in zip(*peaks, strict=True))
     terms = np.stack([np.ones_like(tokens), tokens, samples], axis=1)
-    # Peaks of fewer than four, or of one batch size or length, would tell samples from tokens by their noise.
-    if len(peaks) < 4 or np.linalg.matrix_rank(terms / terms.max(axis=0)) < 3:
+    # Peaks of fewer than four, or of nearly one batch size or length, would tell samples from tokens by their noise.
+    if len(peaks) < 4 or np.linalg.cond(terms / terms.max(axis=0)) > _TOLD_APART:
         terms = terms[:, :2]
     found = nonnegative_least_squares(terms / measured[:, None], np.ones_like(measured))
     line = MemoryLine(*map(float, found))

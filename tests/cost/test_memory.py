@@ -54,6 +54,7 @@ def test_what_a_sample_takes_beside_its_tokens_is_told_from_them() -> None:
     [
         [(1, 1000), (1, 4000), (1, 16_000), (1, 60_000)],  # one batch size
         [(1, 4000), (2, 4000), (4, 4000), (8, 4000)],  # one length
+        [(1, 4032), (4, 4032), (1, 4096), (4, 4096)],  # nearly one
         [(1, 1000), (4, 1000), (1, 4000)],  # three peaks
     ],
 )
