@@ -179,8 +179,9 @@ class VideoDataModule(pl.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Reads the index as it is now, and says what of the shards is left alone."""
         if stage == "fit" and (self._sampler is not None or self._restored_by not in (None, self.trainer)):
-            same = self._position is not None and self._position.trainer is self.trainer
-            self._state = self.state_dict() if same else None  # another Trainer begins at the beginning
+            if not (same := self._position is not None and self._position.trainer is self.trainer):
+                self._budget.begin_anew()  # another Trainer begins at the beginning
+            self._state = self.state_dict() if same else None
             self._sampler, self._position, self._restored_by = None, None, None
         if not self._shards.read(self._shape_policy.fps, self.trainer):
             return
@@ -293,11 +294,10 @@ class VideoDataModule(pl.LightningDataModule):
         Raises:
             ValueError: On every rank, if the ranks' plans differ.
         """
-        self._budget.adopt(calibration)
-        if self.trainer is None:
-            return
-        reload_every_epoch(self.trainer)
-        if self._sampler is not None:
+        self._budget.adopt(calibration, for_one_run=running(self.trainer) is not None)
+        if self.trainer is not None:
+            reload_every_epoch(self.trainer)
+        if self.trainer is not None and self._sampler is not None:
             budget, step_time = calibration.budget, calibration.step_time
             replan(self.trainer, self._sampler, replace(self._sampler.planner, budget=budget, step_time=step_time))
 

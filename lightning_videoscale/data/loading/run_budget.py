@@ -53,6 +53,7 @@ class RunBudget:
         self._found: Calibration | None = None
         self._found_under: dict[str, Any] | None = None  # which machine, strategy and model
         self._adopted: Calibration | None = None
+        self._adopted_for_all: Calibration | None = None
 
     def find(
         self,
@@ -131,10 +132,24 @@ class RunBudget:
         held = matrix.within_memory(by_peaks, reserve, overhead) - overhead
         return max(0.0, held) / int(matrix.provenance.get("sequence_parallel_size", 1))
 
-    def adopt(self, calibration: Calibration) -> None:
-        """Lets other costs and budgets count from now on."""
+    def adopt(self, calibration: Calibration, for_one_run: bool = False) -> None:
+        """Lets other costs and budgets count from now on.
+
+        Args:
+            calibration: Which.
+            for_one_run: Whether they are of the run under way, and others begin without them.
+        """
         self._adopted = calibration
+        if not for_one_run:
+            self._adopted_for_all = calibration
         self._use(calibration)
+
+    def begin_anew(self) -> None:
+        """Forgets what was adopted for one run: the next may be of another model."""
+        self._adopted = self._adopted_for_all
+        self.training, self.step_time = self._given, self._given_step_time
+        if (known := self._adopted or self._found) is not None:
+            self._use(known)
 
     def of(
         self, table: SampleTable, trainer: pl.Trainer | None, is_training: bool
@@ -164,7 +179,7 @@ class RunBudget:
             self._found, self._found_under = Calibration.from_dict(state["found_budget"]), state.get("found_under")
             self._use(self._found)
         if "calibration" in state:
-            self.adopt(Calibration.from_dict(state["calibration"]))
+            self.adopt(Calibration.from_dict(state["calibration"]), for_one_run=True)
             if self._given is not None and self._given.to_dict() != state.get("given_budget"):
                 rank_zero_info(
                     f"The budget given now, {self._given}, does not count: the checkpoint's does, {self.training}, "

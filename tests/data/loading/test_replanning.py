@@ -96,6 +96,20 @@ def test_a_run_goes_on_with_what_was_adopted(shards: str, tmp_path: Path, stop: 
         assert resumed.trainer.datamodule.planner.budget == LARGE
 
 
+def test_another_trainer_begins_with_the_budget_that_was_given(shards: str, tmp_path: Path) -> None:
+    both = data(shards)
+    fit(both, 2, None, Adopting({2: LARGE}), SaveAfter(6, tmp_path / "run.ckpt"), max_epochs=1)
+    assert fit(both, 2, max_epochs=1).batches == fit(data(shards), 2, max_epochs=1).batches
+    fit(both, 2, tmp_path / "run.ckpt", max_epochs=1)
+    fit(both, 2, max_epochs=1)
+    assert both.planner is not None and both.planner.budget == SMALL
+    by_hand = data(shards)
+    by_hand.adopt(Calibration(LARGE))  # before any run: for all of them
+    fit(by_hand, 2, None, Adopting({2: SMALL}), max_epochs=1)
+    fit(by_hand, 2, max_epochs=1)
+    assert by_hand.planner is not None and by_hand.planner.budget == LARGE
+
+
 def test_a_share_of_an_epoch_ends_with_a_short_step_whatever_is_adopted_then(shards: str, tmp_path: Path) -> None:
     file, tiny = tmp_path / "run.ckpt", BucketBudget(m_mem=20, m_comp=20 * 80)
     whole = fit(data(shards), 2, max_epochs=1)
