@@ -352,7 +352,7 @@ class VideoDataModule(pl.LightningDataModule):
         return self._table("shards").samples_by_length() if "shards" in self._shards.arguments else {}
 
     def tokens_per_device(self) -> float | None:
-        """Returns how many tokens a device holds in training, by budget or matrix; ValueError if that cannot be used."""
+        """How many tokens a device holds in training, by budget or matrix; ValueError if that cannot be used."""
         return self._budget.tokens_per_device(self.matrix_file)
 
     @property
