@@ -133,6 +133,23 @@ def test_the_tables_of_measured_balance_are_those_of_the_files() -> None:
         assert f"{figures} |" in tables, f"{row['balance']}, K = {row['micro_batches']}"
 
 
+def test_the_table_of_the_longest_lengths_is_that_of_the_file() -> None:
+    table = (ROOT / "docs" / "measured.md").read_text()
+    for row in results("cost/longest-h200x2"):
+        how = "yes" if row["checkpointing"] else "no", "fused" if row["fused"] else "eager"
+        tokens = (f"{row[name]:,}".replace(",", " ") for name in ("longest_fitted_tokens", "predicted_tokens"))
+        outcomes = (row[name]["outcome"].replace("_", " ") for name in ("at_0.95", "at_1.05"))
+        assert " | ".join([f"| {row['strategy']} | {row['gpus']}", *how, *tokens, *outcomes]) in table, row
+
+
+def test_the_table_of_recomputed_shares_is_that_of_the_file() -> None:
+    table = (ROOT / "docs" / "measured.md").read_text().split("\n## What recomputing")[1]
+    for row in results("strategies/recomputed_share-h200"):
+        least, most = row["over_all_range"]
+        spread = f" ({least:.2f} to {most:.2f})" if row["share"] < 1 else ""
+        assert f" {row['over_all']:.3f}{spread} | {row['peak_bytes'] / 2**30:.1f} |" in table, row
+
+
 def test_the_table_of_the_exchange_of_gradients_is_that_of_the_files() -> None:
     table = (ROOT / "docs" / "measured.md").read_text().replace("**", "")
     taken: dict[str, dict[str, list[str]]] = {}

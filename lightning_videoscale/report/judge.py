@@ -230,7 +230,8 @@ def _of_memory(found: Findings) -> Advice | None:
     m_mem, planned = budget["m_mem"], budget.get("overhead_tokens", 0.0)
     # Tokens that fit beside some overhead do not fit beside less.
     overhead = max(planned, *(memory.get("overhead_tokens", 0.0) for memory in known))
-    wanted = f"m_mem to {fits:,.0f}{f' and overhead_tokens to {overhead:,.4g}' * (overhead > planned)} tokens"
+    beside = f" and overhead_tokens to {overhead:,.4g}" if overhead > planned else ""
+    wanted = f"m_mem to {fits:,.0f}{beside} tokens"
     if fits < 1:
         return Advice(
             "Shard the states over more ranks, checkpoint activations, or let more ranks share a sequence",

@@ -124,11 +124,12 @@ class RunBudget:
             if matrix.capacity_bytes is None:
                 return None
             model = MemoryModel.fit(matrix.measurements)
-            by_peaks, overhead = (find(matrix.capacity_bytes, reserve) for find in (model.m_mem, model.overhead_tokens))
+            by_peaks = model.m_mem(matrix.capacity_bytes, reserve)
         except (OSError, ValueError) as problem:
             if self._auto.matrix is None and isinstance(problem, FileNotFoundError):
                 return None
             raise ValueError(f"{file} does not tell how many tokens a device holds: {problem}") from problem
+        overhead = model.overhead_tokens(matrix.capacity_bytes, reserve)
         held = matrix.within_memory(by_peaks, reserve, overhead) - overhead
         return max(0.0, held) / int(matrix.provenance.get("sequence_parallel_size", 1))
 
