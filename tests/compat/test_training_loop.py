@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
@@ -167,10 +168,26 @@ def test_limits_are_those_of_lightning(limit: float | None, left: int) -> None:
 
 
 def test_an_epoch_gets_another_length() -> None:
-    recorder = Recorder(lambda trainer, index: training_loop.set_epoch_length(trainer, 3) if index == 1 else None)
+    recorder = Recorder(lambda trainer, index: training_loop.set_epoch_length(trainer, None, 3) if index == 1 else None)
     runner = trainer(recorder)
     runner.fit(Model())
     assert len(recorder.returned) == runner.num_training_batches == 3
+
+
+@pytest.mark.parametrize(("mode", "batches"), [("max_size_cycle", 5), ("max_size", 5), ("min_size", 3)])
+def test_an_epoch_of_several_loaders_gets_another_length(mode: Any, batches: int) -> None:
+    class Several(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch["b"], batch_idx)
+
+    def shorten(trainer: pl.Trainer, index: int) -> None:
+        if index == 1:
+            training_loop.set_epoch_length(trainer, trainer.train_dataloader["a"].sampler, 3)
+
+    recorder = Recorder(shorten)
+    loaders = {name: DataLoader(torch.zeros(length, 32)) for name, length in {"a": 9, "b": 5}.items()}
+    trainer(recorder).fit(Several(), CombinedLoader(loaders, mode))
+    assert len(recorder.returned) == batches
 
 
 def test_a_trainer_asks_for_another_loader() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -141,13 +142,22 @@ def forget_training_loader(trainer: pl.Trainer) -> None:
     LIGHTNING.put(trainer.fit_loop, "_combined_loader", None)
 
 
-def set_epoch_length(trainer: pl.Trainer, batches: int) -> None:
-    """Changes the length of the epoch under way, which the loop asks for only when it makes the loader."""
+def set_epoch_length(trainer: pl.Trainer, sampler: Any, batches: int) -> None:
+    """Changes the length of the epoch under way, which the loop asks for only when it makes the loaders.
+
+    Args:
+        trainer: The Trainer, within an epoch or before one.
+        sampler: Of the loader that has another length now. Others may be beside it, as in a dict.
+        batches: How many of that loader are read at most.
+    """
     loop: Any = trainer.fit_loop
-    loop.max_batches = batches
-    # In place: the iterator under way has the same list.
-    LIGHTNING.get(loop, "_combined_loader").limits[:] = [batches]
-    LIGHTNING.get(loop, "_data_fetcher").length = batches
+    loaders = LIGHTNING.get(loop, "_combined_loader")
+    for number, loader in enumerate(loaders.flattened):
+        if len(loaders.flattened) == 1 or getattr(loader, "sampler", None) is sampler:
+            loaders.limits[number] = batches  # in place: the iterator under way has the same list
+    modes = LIGHTNING.get("lightning.pytorch.utilities.combined_loader", "_SUPPORTED_MODES")
+    loop.max_batches = modes[LIGHTNING.get(loaders, "_mode")]["fn"](loaders.limits)
+    LIGHTNING.get(loop, "_data_fetcher").length = loop.max_batches if math.isfinite(loop.max_batches) else None
 
 
 def place_in_epoch(trainer: pl.Trainer, epoch: int, batches: int, total: int | None) -> None:

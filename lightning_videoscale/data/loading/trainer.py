@@ -246,21 +246,22 @@ def replan(trainer: pl.Trainer, sampler: PlannedSampler, planner: BucketPlanner)
     taken = torch.tensor(sampler.taken, device=trainer.strategy.root_device)
     sampler.replan(planner, int(trainer.strategy.all_gather(taken).max()))
     check_same_plan(trainer, sampler.plan.digest)
-    tell_length(trainer, len(sampler))
+    tell_length(trainer, sampler, len(sampler))
 
 
-def tell_length(trainer: pl.Trainer, micro_batches: int) -> None:
-    """Tells a Trainer that the epoch under way has another length; on all ranks at the same micro-batch.
+def tell_length(trainer: pl.Trainer, sampler: PlannedSampler, micro_batches: int) -> None:
+    """Tells a Trainer that the epoch of a sampler has another length; on all ranks at the same micro-batch.
 
     An epoch whose last batch is trained ends with it: `limit_train_batches` may leave a step of it that is a short one.
     """
-    if has_begun_epoch(trainer) and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+    loop: Any = trainer.fit_loop
+    if has_begun_epoch(trainer) and loop.epoch_loop.batch_progress.is_last_batch:
         return
-    length = epoch_length(trainer, micro_batches)
-    set_epoch_length(trainer, length)
+    set_epoch_length(trainer, sampler, epoch_length(trainer, micro_batches))
     # Of an interval in seconds, a Trainer has neither.
-    if trainer.val_check_batch is not None and isinstance(trainer.val_check_interval, float):
-        trainer.val_check_batch = max(1, int(length * trainer.val_check_interval))
+    is_share = trainer.val_check_batch is not None and isinstance(trainer.val_check_interval, float)
+    if is_share and math.isfinite(loop.max_batches):
+        trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
 
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

@@ -62,7 +62,7 @@ class WindowFollower(pl.Callback):
             return
         self._window = place.plan.window
         check_same_plan(trainer, place.plan.digest)
-        tell_length(trainer, len(place))
+        tell_length(trainer, self._sampler, len(place))
         if (longest := int(place.plan.table.sequence_lengths.max())) > self._longest:
             self._longest = longest
             warn_of_oversized(place.plan.table, self._sampler.planner.budget)

@@ -139,3 +139,31 @@ def test_data_modules_within_another_go_on_by_their_states(tmp_path: Path, with_
     assert any("within epoch 0 and no state" in str(warning.message) for warning in caught) is lost
     if with_states:
         assert second.batches[0] == first.batches[0][2:]
+
+
+class BesideImages(VideoDataModule):
+    """Every step has a number beside its clips, from another loader."""
+
+    numbers = 40
+
+    def train_dataloader(self) -> Any:
+        return {"clips": super().train_dataloader(), "numbers": DataLoader(range(self.numbers))}
+
+
+class OfClips(Witness):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: dict[int, list[int]] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.numbers.setdefault(self.current_epoch, []).append(int(batch["numbers"]))
+        return super().training_step(batch["clips"], batch_idx)
+
+
+@pytest.mark.parametrize("settings", [{}, {"window": 20}])
+def test_a_longer_loader_beside_planned_epochs_is_read_to_its_end(tmp_path: Path, settings: dict[str, int]) -> None:
+    module, validated = OfClips(), write_shards(tmp_path / "val", 4)
+    data = BesideImages(write_shards(tmp_path, 50), budget=BUDGET, val_shards=validated, **settings)
+    trainer_with(max_epochs=2, val_check_interval=0.5, num_sanity_val_steps=0).fit(module, data)
+    assert module.numbers == {0: [*range(40)], 1: [*range(40)]} and len(module.validated) == 4
+    assert all(len({name for ids in batches for name in ids}) == 50 for batches in module.batches.values())
