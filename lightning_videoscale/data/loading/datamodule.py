@@ -268,7 +268,7 @@ class VideoDataModule(pl.LightningDataModule):
             is_fit = self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
             return dict(self._state or ({"has_begun": False} if is_fit else {}))  # an empty one would not be loaded
         trained = self._position.now(self._sampler)
-        state = self._sampler.state_dict(trained.micro_batches, trained.is_over, trained.has_ended)
+        state = self._sampler.state_dict(trained.micro_batches, trained.is_over, trained.has_ended, trained.repeats)
         order = {"shards": self._contents, "drawn_by": drawn_by(self._settings, self._shards.weights)}
         return {**state, **self._budget.state_dict(), **order, "total": trained.total}
 

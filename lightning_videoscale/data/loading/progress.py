@@ -12,7 +12,7 @@ what comes later is not: a run may go on with windows of another size, from the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,11 @@ class Progress:
         epoch, draws, trained_as = state["epoch"], state["draws"], state["trained_as"]
         if state["is_over"]:
             return cls.start(planner, epoch + 1, trained_as + 1)
+        # Lightning counts the micro-batches of an epoch to know when a step is complete.
+        whole_steps = -(-state["micro_batches_done"] // planner.micro_batches)
+        if state.get("repeats"):
+            again = cls.start(planner, epoch, trained_as)
+            return replace(again, counted=again.counted + whole_steps * planner.micro_batches)
         done, begun = _unpack(state["done"], draws), _unpack(state["begun"], draws)
         window = _window_of(state)
         if window is not None and planner.windows is None:
@@ -86,8 +91,6 @@ class Progress:
         same = planned(begun, state["counted"], state["steps"])
         if same.plan.digest == state["plan"]:
             return same._or_next(planner)
-        # Lightning counts the micro-batches of an epoch to know when a step is complete.
-        whole_steps = -(-state["micro_batches_done"] // planner.micro_batches)
         return planned(done, whole_steps * planner.micro_batches)._or_next(planner)
 
     def replan(self, planner: BucketPlanner, micro_batches: int) -> Progress | None:
@@ -138,13 +141,16 @@ class Progress:
         """
         return self.end + self.plan.later_steps * self.micro_batches
 
-    def state_dict(self, micro_batches: int, is_over: bool = False, has_ended: bool = False) -> dict[str, Any]:
+    def state_dict(
+        self, micro_batches: int, is_over: bool = False, has_ended: bool = False, repeats: bool = False
+    ) -> dict[str, Any]:
         """Returns the state after a number of micro-batches; a step that is not complete does not count.
 
         Args:
             micro_batches: What each rank has trained in this epoch.
             is_over: Whether the rest of the epoch, if any, is not to be trained.
             has_ended: Whether the Trainer takes the epoch for complete; the rest is then trained as the next.
+            repeats: Whether the epoch goes on when all of it is trained, as beside a longer loader.
         """
         steps = max(0, micro_batches - self.counted) // self.micro_batches
         done = self.plan.done_after(steps)
@@ -161,7 +167,8 @@ class Progress:
             "steps": steps,
             "plan": self.plan.digest,
             "done": _pack(done),
-            "is_over": is_over or (self.plan.ends_epoch and bool(done.all())),
+            "is_over": is_over or (not repeats and self.plan.ends_epoch and bool(done.all())),
+            **({"repeats": True} if repeats else {}),
             "has_ended": has_ended,
             "micro_batches_done": self.counted + steps * self.micro_batches,
         }

@@ -135,12 +135,14 @@ class Trained(NamedTuple):
         total: Likewise, of all epochs.
         is_over: Whether nothing of the epoch is to come: all is trained, or as much as ``limit_train_batches`` allows.
         has_ended: Whether the Trainer takes the epoch for complete, be it over or cut short by ``max_steps``.
+        repeats: Whether all of the epoch is trained and the Trainer's goes on, by a longer loader beside this one.
     """
 
     micro_batches: int
     total: int
     is_over: bool = False
     has_ended: bool = False
+    repeats: bool = False
 
 
 class TrainerPosition:
@@ -217,7 +219,8 @@ class TrainerPosition:
         has_ended = loop.epoch_progress.current.processed > begun.trained_as
         is_over = trained >= loop.max_batches or (has_ended and batches.is_last_batch)
         total = batches.total.processed - max(batches.current.processed - trained, 0)
-        return Trained(trained, total, is_over, has_ended)
+        repeats = len(sampler) <= trained < loop.max_batches and not has_ended
+        return Trained(trained, total, is_over, has_ended, repeats)
 
 
 def resumed(trainer: pl.Trainer, planner: BucketPlanner, state: Mapping[str, Any]) -> Progress:

@@ -167,3 +167,18 @@ def test_a_longer_loader_beside_planned_epochs_is_read_to_its_end(tmp_path: Path
     trainer_with(max_epochs=2, val_check_interval=0.5, num_sanity_val_steps=0).fit(module, data)
     assert module.numbers == {0: [*range(40)], 1: [*range(40)]} and len(module.validated) == 4
     assert all(len({name for ids in batches for name in ids}) == 50 for batches in module.batches.values())
+
+
+@pytest.mark.parametrize("settings", [{}, {"window": 20}])
+def test_a_run_goes_on_where_clips_are_read_again_beside_a_longer_loader(
+    tmp_path: Path, settings: dict[str, int]
+) -> None:
+    def data() -> VideoDataModule:
+        return BesideImages(shards, budget=BUDGET, **settings)
+
+    shards, saver = write_shards(tmp_path, 50), ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=25)
+    trainer_with(max_steps=25, callbacks=[saver], enable_checkpointing=True).fit(OfClips(), data())
+    module = OfClips()
+    trainer_with(max_epochs=2).fit(module, data(), ckpt_path=tmp_path / "step=25.ckpt")
+    assert {epoch: len(numbers) for epoch, numbers in module.numbers.items()} == {0: 15, 1: 40}
+    assert all(len({name for ids in batches for name in ids}) == 50 for batches in module.batches.values())

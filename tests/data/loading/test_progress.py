@@ -53,6 +53,13 @@ def test_the_rest_of_an_epoch_that_was_cut_short_is_an_epoch_of_its_own_and_none
     assert (following.epoch, following.trained_as, following.done) == (4, 5, 0)
 
 
+def test_an_epoch_that_goes_on_beside_a_longer_one_is_read_again() -> None:
+    whole = Progress.start(PLANNER, epoch=3)
+    again = Progress.resume(PLANNER, whole.state_dict(len(whole) + 5, repeats=True))
+    assert (again.epoch, again.trained_as, again.done) == (3, 3, len(whole) + 4)
+    assert sorted(seen(again, len(again))) == list(range(200))
+
+
 def test_an_epoch_that_is_limited_has_no_rest() -> None:
     following = Progress.resume(PLANNER, Progress.start(PLANNER, epoch=3).state_dict(8, is_over=True))
     assert (following.epoch, following.trained_as, following.done) == (4, 4, 0)
