@@ -148,7 +148,8 @@ class PlannedSampler(DistributedSampler[MicroBatch]):
         try:
             yield from self._read()
         except GeneratorExit:
-            if self._pass is own:
+            # Who reads in turn never asks for what lies behind its last turn, and has read all the same.
+            if self._pass is own and not (self.plan.ends_epoch and self.taken + self.sharing > len(self)):
                 self._pass = None  # it was left before its end, and the next one is the epoch's
             raise
 

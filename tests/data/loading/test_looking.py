@@ -87,6 +87,17 @@ def test_an_epoch_that_is_read_again_beside_a_longer_one_is_whole(planner: Bucke
     assert sampler.taken == taken and sampler.state_dict(taken)["is_over"]
 
 
+@pytest.mark.parametrize("turn", [0, 1])
+def test_it_is_whole_too_where_ranks_read_in_turn_and_stop_behind_the_last(turn: int) -> None:
+    sampler = PlannedSampler(PLANNER, 0, progress=Progress.resume(PLANNER, Progress.start(PLANNER, 3).state_dict(8)))
+    sampler.sharing = 2
+    count = len(sampler) - sampler.taken
+    own = islice(sampler, turn, None, 2)
+    assert len(list(islice(own, (count + 1 - turn) // 2))) > 1
+    del own
+    assert [*sampler] == [*PlannedSampler(PLANNER, 0, epoch=3)]
+
+
 def test_an_epoch_that_begins_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one, other = (write_shards(tmp_path / name, 20) for name in ("one", "other"))
     with caplog.at_level("INFO"):
