@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import TYPE_CHECKING, NoReturn
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
@@ -13,6 +15,7 @@ from lightning_videoscale.compat.lightning import LaunchedStrategy, is_interacti
 if TYPE_CHECKING:
     from lightning_videoscale.strategies.settings import SequenceParallelSettings
 
+_SHARES_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun: whether all starts of the ranks have one store
 _SHOWN = 5  # names of parameters in a message
 _WHAT_TO_DO = {
     "expect_autograd_hooks_": (
@@ -47,11 +50,17 @@ class OwnMessages(LaunchedStrategy):
 
     @override
     def check_launcher(self) -> None:
-        """Refuses to start the script again where there is none.
+        """Refuses to start the script again where there is none, and warns where torchrun cannot start ranks again.
 
         Raises:
             ValueError: In a notebook, unless the processes are forked.
         """
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and os.environ.get(_SHARES_STORE) == "True":
+            rank_zero_warn(
+                "torchrun has started the ranks again. Those of before have left their addresses, by which these may "
+                "wait for each other or fail to connect. If so, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and start "
+                "torchrun with --rdzv-backend=c10d or --standalone."
+            )
         if is_interactive() and self.launcher is not None and not self.launcher.is_interactive_compatible:
             raise ValueError(
                 f"{type(self).__name__} starts its processes by running the script again, and a notebook is none: put "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,21 @@ from tests.distributed.wan_training import RectifiedFlow, assembled
 from tests.strategies.fsdp2.training import clips, fsdp2, trainer
 
 Ranks = Callable[[int], ProcessPool]
+
+
+# -- torchrun --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("restarts", "shares", "warned"), [("1", "True", 1), ("1", "False", 0), ("0", "True", 0)])
+def test_ranks_that_torchrun_starts_again_are_told_what_they_need(
+    monkeypatch: pytest.MonkeyPatch, restarts: str, shares: str, warned: int
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shares)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pl.Trainer(strategy="ulysses_ddp", accelerator="cpu", devices=1, logger=False)
+    assert sum("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(each.message) for each in caught) == warned
 
 
 # -- parameters that not every loss uses ---------------------------------------------------------------------------
