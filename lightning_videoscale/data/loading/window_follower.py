@@ -12,7 +12,6 @@ from lightning_videoscale.data.loading.consistency import check_same_plan
 from lightning_videoscale.data.loading.data_warnings import warn_of_oversized
 from lightning_videoscale.data.loading.loader import PlannedSampler
 from lightning_videoscale.data.loading.trainer import announce_shapes, first_callback, tell_length
-from lightning_videoscale.data.planning.windows import Window
 
 
 def follow(trainer: pl.Trainer, sampler: PlannedSampler) -> None:
@@ -31,19 +30,16 @@ class WindowFollower(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self._sampler: PlannedSampler | None = None
-        self._window: Window | None = None
-        self._longest = 0
+        self._epochs: dict[int, FollowedEpoch] = {}  # by their windows: a step may have clips of several DataModules
 
     def follow(self, sampler: PlannedSampler) -> None:
-        """Follows an epoch from now on."""
-        self._sampler, self._window = sampler, sampler.plan.window
-        self._longest = int(sampler.planner.table.sequence_lengths.max())
+        """Follows an epoch from now on, in the place of the one before of the same clips."""
+        self._epochs[id(sampler.planner.windows)] = FollowedEpoch(sampler)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Forgets the run before: the next one may be of other data."""
-        self._sampler = None
+        self._epochs.clear()
 
     @override
     def on_train_batch_end(
@@ -55,9 +51,25 @@ class WindowFollower(pl.Callback):
             ValueError: On every rank, if any has planned another window than rank 0.
             RuntimeError: If the window could not be planned; with the cause.
         """
-        if self._sampler is None:
-            return
-        place = self._sampler.reach(batch_idx + 1)
+        for epoch in self._epochs.values():
+            epoch.reach(trainer, batch_idx + 1)
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> WindowFollower:
+        """The one of a Trainer, which is added where there is none."""
+        return first_callback(trainer, cls)
+
+
+class FollowedEpoch:
+    """An epoch in windows, and the one of these that a Trainer knows of."""
+
+    def __init__(self, sampler: PlannedSampler) -> None:
+        self._sampler, self._window = sampler, sampler.plan.window
+        self._longest = int(sampler.planner.table.sequence_lengths.max())
+
+    def reach(self, trainer: pl.Trainer, micro_batches: int) -> None:
+        """Turns to another window where so many micro-batches of the epoch end one; raises as its caller does."""
+        place = self._sampler.reach(micro_batches)
         if place.plan.window is self._window:
             return
         self._window = place.plan.window
@@ -66,8 +78,3 @@ class WindowFollower(pl.Callback):
         if (longest := int(place.plan.table.sequence_lengths.max())) > self._longest:
             self._longest = longest
             warn_of_oversized(place.plan.table, self._sampler.planner.budget)
-
-    @classmethod
-    def of(cls, trainer: pl.Trainer) -> WindowFollower:
-        """The one of a Trainer, which is added where there is none."""
-        return first_callback(trainer, cls)

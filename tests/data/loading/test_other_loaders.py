@@ -95,9 +95,12 @@ def test_a_loader_that_hides_the_sampler_cannot_be_saved(tmp_path: Path) -> None
 class Holding(pl.LightningDataModule):
     """Two datasets a step, each by a DataModule of its own."""
 
-    def __init__(self, shards: str, with_states: bool) -> None:
+    def __init__(self, shards: str, with_states: bool, windows: tuple[int | None, int | None] = (None, None)) -> None:
         super().__init__()
-        self.parts = {name: VideoDataModule(shards, budget=BUDGET, seed=seed) for seed, name in enumerate("ab")}
+        self.parts = {
+            name: VideoDataModule(shards, budget=BUDGET, seed=seed, window=windows[seed])
+            for seed, name in enumerate("ab")
+        }
         self.with_states = with_states
 
     def prepare_data(self) -> None:
@@ -139,6 +142,13 @@ def test_data_modules_within_another_go_on_by_their_states(tmp_path: Path, with_
     assert any("within epoch 0 and no state" in str(warning.message) for warning in caught) is lost
     if with_states:
         assert second.batches[0] == first.batches[0][2:]
+
+
+def test_windows_of_two_data_modules_are_followed_to_their_ends(tmp_path: Path) -> None:
+    module = OfBoth()
+    trainer_with(max_epochs=2).fit(module, Holding(write_shards(tmp_path, 50), with_states=True, windows=(12, 25)))
+    for batches in module.batches.values():
+        assert all(len({name for ids in part for name in ids}) == 50 for part in (batches[::2], batches[1::2]))
 
 
 class BesideImages(VideoDataModule):
