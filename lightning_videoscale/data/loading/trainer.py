@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
@@ -60,10 +60,12 @@ def micro_batches_of(trainer: pl.Trainer | None, planned: int | None) -> int:
         planned: How many were asked for; None: as many as the Trainer accumulates.
 
     Raises:
-        ValueError: If the Trainer accumulates another number, or a number that changes. The message names the fix.
+        ValueError: If the Trainer accumulates another number, or a number that changes, or searches for a batch size.
+            The message names the fix.
     """
     if trainer is None:
         return 1 if planned is None else planned
+    _refuse_search_for_batch_size(trainer)
     accumulated = int(trainer.accumulate_grad_batches)
     if not trainer.lightning_module.automatic_optimization:
         return accumulated if planned is None else planned
@@ -79,6 +81,16 @@ def micro_batches_of(trainer: pl.Trainer | None, planned: int | None) -> int:
             "and give Trainer(accumulate_grad_batches=...). A run that goes on may have another number."
         )
     return accumulated
+
+
+def _refuse_search_for_batch_size(trainer: pl.Trainer) -> None:
+    finders = [callback for callback in _callbacks(trainer) if isinstance(callback, BatchSizeFinder)]
+    if any(type(finder).on_fit_start is BatchSizeFinder.on_fit_start for finder in finders):
+        raise ValueError(
+            "BatchSizeFinder, and Tuner.scale_batch_size, try values of batch_size, by which VideoDataModule makes no "
+            "batches: leave them out. What a micro-batch may take is its budget, and budget='auto', the default, finds "
+            "it when fit begins."
+        )
 
 
 def apply_loss_weights(trainer: pl.Trainer) -> None:

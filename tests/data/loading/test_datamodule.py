@@ -12,8 +12,9 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.data import extract_batch_size
 
 from lightning_videoscale.callbacks import LossWeighting as ApplyLossWeights
@@ -244,6 +245,17 @@ def test_a_wrong_number_of_micro_batches_is_an_error(shards: str) -> None:
         trainer.fit(Witness(), VideoDataModule(shards, budget=BUDGET, micro_batches=4))
     with pytest.raises(ValueError, match=r"GradientAccumulationScheduler .*Trainer\(accumulate_grad_batches="):
         trainer.fit(Witness(), VideoDataModule(shards, budget=BUDGET))
+
+
+def test_a_search_for_a_batch_size_is_refused(shards: str, tmp_path: Path) -> None:
+    module, data = Witness(), VideoDataModule(shards, budget=BUDGET, val_shards=shards)
+    module.batch_size = 2  # type: ignore[assignment]  # what the search would change
+    for search in (
+        lambda: trainer_with(callbacks=[BatchSizeFinder()], default_root_dir=tmp_path).fit(module, data),
+        lambda: Tuner(trainer_with(default_root_dir=tmp_path)).scale_batch_size(module, datamodule=data),
+    ):
+        with pytest.raises(ValueError, match=r"by which VideoDataModule makes no batches: .*budget='auto'"):
+            search()
 
 
 def test_weights_count_without_a_callback_and_never_twice(shards: str) -> None:
