@@ -181,7 +181,7 @@ class VideoDataModule(pl.LightningDataModule):
         if stage == "fit" and (self._sampler is not None or self._restored_by not in (None, self.trainer)):
             if not (same := self._position is not None and self._position.trainer is self.trainer):
                 self._budget.begin_anew()  # another Trainer begins at the beginning
-            self._state = self.state_dict() if same else None
+            self._state = VideoDataModule.state_dict(self) if same else None  # of a subclass it may be within others
             self._sampler, self._position, self._restored_by = None, None, None
         if not self._shards.read(self._shape_policy.fps, self.trainer):
             return
@@ -213,7 +213,7 @@ class VideoDataModule(pl.LightningDataModule):
         planner, progress, position = make(), None, None
         if trainer is not None and trainer.training and not overfit:  # else somebody only looks at what would come
             if self._sampler is not None:
-                self._state = self.state_dict()  # this run has gone on from there
+                self._state = VideoDataModule.state_dict(self)  # this run has gone on from there
             if self._state:
                 if not self._state.get("is_over"):
                     check_same_index(self._state["shards"], contents)

@@ -151,6 +151,31 @@ def test_windows_of_two_data_modules_are_followed_to_their_ends(tmp_path: Path) 
         assert all(len({name for ids in part for name in ids}) == 50 for part in (batches[::2], batches[1::2]))
 
 
+class WithState(VideoDataModule):
+    """Keeps something of its own beside the state of the epoch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"own": 1, "videos": super().state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict["videos"])
+
+
+def test_a_subclass_may_keep_the_state_within_its_own(tmp_path: Path) -> None:
+    def data() -> VideoDataModule:
+        return WithState(shards, budget=BUDGET)
+
+    shards, first, second = write_shards(tmp_path, 50), Witness(), Witness()
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
+    trainer = trainer_with(max_epochs=2, callbacks=[saver], enable_checkpointing=True)
+    trainer.fit(first, (whole := data()))
+    trainer_with(max_epochs=2).fit(second, data(), ckpt_path=tmp_path / "step=4.ckpt")
+    assert second.batches == {0: first.batches[0][4:], 1: first.batches[1]}
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(first, whole)
+    assert len({name for ids in first.batches[2] for name in ids}) == 50
+
+
 class BesideImages(VideoDataModule):
     """Every step has a number beside its clips, from another loader."""
 
