@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     from av.container import InputContainer
     from av.packet import Packet
+    from av.video.codeccontext import VideoCodecContext
     from av.video.frame import VideoFrame
     from av.video.stream import VideoStream
 
@@ -77,9 +78,18 @@ class Film(Protocol):
 
 
 class StreamFilm:
-    """A video stream of a container, as a `Film`."""
+    """A video stream of a container, as a `Film`.
 
-    def __init__(self, container: InputContainer, stream: VideoStream, may_be_still: bool) -> None:
+    Args:
+        container: The file, open.
+        stream: Which of its streams.
+        decoder: What decodes it, mostly the stream's own.
+        may_be_still: See `Film`.
+    """
+
+    def __init__(
+        self, container: InputContainer, stream: VideoStream, decoder: VideoCodecContext, may_be_still: bool
+    ) -> None:
         rate = stream.average_rate or stream.guessed_rate
         self.tick = float(stream.time_base or 1)
         self.interval = float(1 / rate) if rate else 0.0
@@ -88,6 +98,7 @@ class StreamFilm:
         self.aspect = Fraction(1) if may_be_still else stream.sample_aspect_ratio or Fraction(1)
         self._container = container
         self._stream = stream
+        self._decoder = decoder
         self._ends: dict[int, int] = {}  # of each stream, in its own ticks
         # AVI knows when packets are decoded and not when frames are shown, which FFmpeg guesses wrong where the two
         # orders differ. There the k-th frame is shown when the k-th packet is due.
@@ -166,7 +177,7 @@ class StreamFilm:
             if self._is_counted and packet.size and packet.dts is not None:
                 self._due.append(packet.dts)
             try:
-                frames = self._stream.decode(packet)
+                frames = self._decoder.decode(packet)
             except InvalidDataError:
                 # A recording may begin in the middle of a group of pictures, which shows nothing.
                 if has_begun:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from lightning_videoscale.data.shards.errors import ShardError
 from lightning_videoscale.data.shards.film import Film, MediaError, StreamFilm
-from lightning_videoscale.data.shards.stills import PillowFilm, is_for_pillow
+from lightning_videoscale.data.shards.stills import PillowFilm, check_gif, is_for_pillow
 
 VIDEO_SUFFIXES = frozenset(
     {"mp4", "m4v", "mov", "webm", "mkv", "avi", "ts", "mts", "m2ts", "mpg", "mpeg", "flv", "ogv"}
@@ -25,6 +25,7 @@ IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "gif", "avif", 
 
 _VIDEO_FORMATS = ("mov", "mp4", "m4a", "3gp", "3g2", "mj2", "matroska", "webm", "avi", "mpegts", "mpeg", "flv", "ogg")
 _IMAGE_FORMATS = ("jpeg_pipe", "png_pipe", "webp_pipe", "bmp_pipe", "gif")
+_TELL_IF_ASKED = {"mjpeg"}  # else the rest of a JPEG that was cut is grey
 _MAX_PIXELS = 2**27  # a picture of 16 384 x 8 192; a small file can claim far more and take all memory
 _OPTIONS = {
     "format_whitelist": ",".join(_VIDEO_FORMATS + _IMAGE_FORMATS),
@@ -48,6 +49,7 @@ def open_media(file: BinaryIO) -> Iterator[Film]:
             "Reading videos and images needs PyAV: pip install 'lightning-videoscale[video]'."
         ) from error
     try:
+        check_gif(file)
         if is_for_pillow(file):
             yield PillowFilm(file, _MAX_PIXELS)
             return
@@ -66,16 +68,31 @@ def open_media(file: BinaryIO) -> Iterator[Film]:
                     raise MediaError(
                         "it is an AVIF with transparency or of several tiles; save it as one opaque picture"
                     )
-            decoder: Any = pictures[0].codec_context
-            if decoder is None:
-                raise MediaError("it has a video stream of a codec that FFmpeg does not know")
-            # Workers run side by side: threads of FFmpeg's own would fight over their cores.
-            decoder.thread_count = 1
-            decoder.flags |= av.codec.context.Flags.copy_opaque
-            yield StreamFilm(container, pictures[0], brand == "avif" or container.format.name in _IMAGE_FORMATS)
+            stream = pictures[0]
+            may_be_still = brand == "avif" or container.format.name in _IMAGE_FORMATS
+            yield StreamFilm(container, stream, _decoder(stream), may_be_still)
     except (MediaError, ShardError):
         raise
     # PyAV and Pillow answer some impossible sizes, rates and names with errors of Python.
     except (av.FFmpegError, ValueError, ArithmeticError, MemoryError, OSError, SyntaxError) as error:
         reason = error.strerror if isinstance(error, av.FFmpegError) else f"{type(error).__name__}: {error}"
         raise MediaError(f"it does not decode: {reason}") from error
+
+
+def _decoder(stream: Any) -> Any:
+    """What decodes a stream.
+
+    Raises:
+        MediaError: If FFmpeg has nothing that does.
+    """
+    from av.codec.context import Flags
+
+    decoder = stream.codec_context
+    if decoder is None:
+        raise MediaError("it has a video stream of a codec that FFmpeg does not know")
+    # Workers run side by side: threads of FFmpeg's own would fight over their cores.
+    decoder.thread_count = 1
+    decoder.flags |= Flags.copy_opaque
+    if decoder.name in _TELL_IF_ASKED:
+        decoder.options = {"err_detect": "explode"}
+    return decoder

@@ -1,6 +1,6 @@
-"""Animated WebP and TIFF, by Pillow.
+"""Pictures that FFmpeg alone would read wrong: animated WebP and TIFF, by Pillow, and GIF that was cut.
 
-FFmpeg reads the one from version 9 on, and leaves black what it cannot read of the other.
+FFmpeg reads the first from version 9 on, leaves black what it cannot read of the second, and fills up the third.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
-from lightning_videoscale.data.shards.film import Seek, Shown
+from lightning_videoscale.data.shards.film import MediaError, Seek, Shown
 
 if TYPE_CHECKING:
     from av.video.frame import VideoFrame
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _TIFF = (b"II*\0", b"MM\0*")
 _ANIMATION = 0x02
+_GIF_EXTENSION, _GIF_PICTURE, _GIF_HAS_COLORS = 0x21, 0x2C, 0x80
 _SHOWN_AS_THEY_ARE = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"}
 
 
@@ -29,6 +30,23 @@ def is_for_pillow(file: BinaryIO) -> bool:
     file.seek(0)
     is_webp = header[:4] == b"RIFF" and header[8:16] == b"WEBPVP8X"
     return header[:4] in _TIFF or (is_webp and bool(header[20] & _ANIMATION))
+
+
+def check_gif(file: BinaryIO) -> None:
+    """Raises MediaError if a file is a GIF that ends within one of its blocks; the file is left at its start."""
+    file.seek(0)
+    data = file.read() if file.read(4) == b"GIF8" else b""
+    file.seek(0)
+    try:
+        # Behind the signature, of which 4 bytes are read: version, size, flags, and a table of colours.
+        at = 9 + _gif_colors(data[6]) if data else 0
+        while at < len(data) and data[at] in (_GIF_EXTENSION, _GIF_PICTURE):
+            at += 2 if data[at] == _GIF_EXTENSION else 11 + _gif_colors(data[at + 9])
+            while length := data[at]:
+                at += 1 + length
+            at += 1
+    except IndexError:
+        raise MediaError(f"it ends early, at byte {4 + len(data)} in the middle of a picture") from None
 
 
 class PillowFilm:
@@ -83,3 +101,8 @@ def _frame(image: Image) -> VideoFrame:
     if image.mode not in _SHOWN_AS_THEY_ARE:
         raise ValueError(f"pixels of the kind {image.mode!r} have no colours of their own")
     return VideoFrame.from_ndarray(np.asarray(image.convert("RGBA")), format="rgba")
+
+
+def _gif_colors(flags: int) -> int:
+    """Bytes of a table of colours that follows these flags."""
+    return 3 * 2 ** (1 + flags % 8) if flags & _GIF_HAS_COLORS else 0

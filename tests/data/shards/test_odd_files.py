@@ -1,0 +1,36 @@
+"""Videos and pictures as the world has them: cut, cropped, joined, transparent, of several streams."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lightning_videoscale.data.shards.film import MediaError
+from lightning_videoscale.data.shards.frames import decode_image
+from lightning_videoscale.data.shards.probing import probe
+
+X264 = "libx264 -preset veryfast -crf 8"
+
+
+def _noise(frames: int = 1) -> list[Image.Image]:
+    noise = np.random.default_rng(0).integers(0, 255, (frames, 48, 64, 3), np.uint8)
+    return [Image.fromarray(frame) for frame in noise]
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "progressive", "GIF", "animated"])
+def test_pictures_that_were_cut_are_refused_and_what_follows_a_picture_is_nothing(kind: str) -> None:
+    (first, *others), file = _noise(4 if kind == "animated" else 1), io.BytesIO()
+    if kind in ("JPEG", "progressive"):
+        first.save(file, "JPEG", progressive=kind == "progressive")
+    else:
+        first.save(file, "GIF", save_all=True, append_images=others)
+    whole = file.getvalue()
+    for kept in (0.1, 0.5, 0.9):
+        with pytest.raises(MediaError, match=r"does not decode|ends early"):
+            probe(io.BytesIO(whole[: int(kept * len(whole))]))
+    expected = decode_image(file)
+    for data in (whole + b"\x12\x34" * 99, whole[:-1]):
+        assert (decode_image(io.BytesIO(data)) == expected).all()
