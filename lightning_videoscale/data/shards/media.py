@@ -55,7 +55,8 @@ def open_media(file: BinaryIO) -> Iterator[Film]:
             return
         # Without its name, by which FFmpeg takes a .jpg of more than 2 kB for a series of files.
         nameless = SimpleNamespace(read=file.read, seek=file.seek, tell=file.tell)
-        with av.open(nameless, "r", options=_OPTIONS) as container:
+        # Titles in other encodings than UTF-8, as AVI has them, say nothing of the pictures.
+        with av.open(nameless, "r", options=_OPTIONS, metadata_errors="replace") as container:
             pictures = [s for s in container.streams.video if not s.disposition & av.stream.Disposition.attached_pic]
             brand = container.metadata.get("major_brand")
             if not pictures:

@@ -9,8 +9,9 @@ import pytest
 from PIL import Image
 
 from lightning_videoscale.data.shards.film import MediaError
-from lightning_videoscale.data.shards.frames import decode_image
+from lightning_videoscale.data.shards.frames import decode_clip, decode_image
 from lightning_videoscale.data.shards.probing import probe
+from tests.data.films import film, numbered, numbers
 
 X264 = "libx264 -preset veryfast -crf 8"
 
@@ -34,3 +35,10 @@ def test_pictures_that_were_cut_are_refused_and_what_follows_a_picture_is_nothin
     expected = decode_image(file)
     for data in (whole + b"\x12\x34" * 99, whole[:-1]):
         assert (decode_image(io.BytesIO(data)) == expected).all()
+
+
+def test_titles_may_be_in_any_encoding() -> None:
+    data = film([numbered(i) for i in range(3)])
+    assert b"VideoHandler" in data
+    odd = data.replace(b"VideoHandler", b"Vid\xe9oHandler")
+    assert numbers(decode_clip(io.BytesIO(odd), 3, 48, 64, fps=25.0)) == [0, 1, 2]
