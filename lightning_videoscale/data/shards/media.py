@@ -25,6 +25,7 @@ IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "gif", "avif", 
 
 _VIDEO_FORMATS = ("mov", "mp4", "m4a", "3gp", "3g2", "mj2", "matroska", "webm", "avi", "mpegts", "mpeg", "flv", "ogg")
 _IMAGE_FORMATS = ("jpeg_pipe", "png_pipe", "webp_pipe", "bmp_pipe", "gif")
+_WITH_ALPHA = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # FFmpeg's own decoders leave transparency out
 _TELL_IF_ASKED = {"mjpeg"}  # else the rest of a JPEG that was cut is grey
 _MAX_PIXELS = 2**27  # a picture of 16 384 x 8 192; a small file can claim far more and take all memory
 _OPTIONS = {
@@ -86,11 +87,14 @@ def _decoder(stream: Any) -> Any:
     Raises:
         MediaError: If FFmpeg has nothing that does.
     """
+    from av import CodecContext
     from av.codec.context import Flags
 
     decoder = stream.codec_context
     if decoder is None:
         raise MediaError("it has a video stream of a codec that FFmpeg does not know")
+    if stream.metadata.get("alpha_mode") == "1" and decoder.name in _WITH_ALPHA:
+        decoder = CodecContext.create(_WITH_ALPHA[decoder.name], "r")
     # Workers run side by side: threads of FFmpeg's own would fight over their cores.
     decoder.thread_count = 1
     decoder.flags |= Flags.copy_opaque

@@ -42,3 +42,15 @@ def test_titles_may_be_in_any_encoding() -> None:
     assert b"VideoHandler" in data
     odd = data.replace(b"VideoHandler", b"Vid\xe9oHandler")
     assert numbers(decode_clip(io.BytesIO(odd), 3, 48, 64, fps=25.0)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("codec", ["libvpx", "libvpx-vp9"])
+def test_transparent_webm_is_over_black(codec: str) -> None:
+    frame = np.full((64, 64, 4), 200, np.uint8)
+    frame[:, :32, 3], frame[:, 32:, 3] = 0, 255
+    options = {"auto-alt-ref": "0", "g": "40"}
+    file = io.BytesIO(film([frame] * 80, "webm", codec, pix_fmt="yuva420p", codec_options=options))
+    footage = probe(file)
+    assert footage.num_frames == 80 and footage.seeks
+    video = decode_clip(file, 2, 64, 64, start=3.0, fps=25.0, seeks=footage.seeks).float()
+    assert video[..., :28].max() < 8 and video[..., 36:].min() > 192
