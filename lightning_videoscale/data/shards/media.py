@@ -97,7 +97,8 @@ def _decoder(stream: Any) -> Any:
         decoder = CodecContext.create(_WITH_ALPHA[decoder.name], "r")
     # Workers run side by side: threads of FFmpeg's own would fight over their cores.
     decoder.thread_count = 1
-    decoder.flags |= Flags.copy_opaque
+    # Else what a stream crops at the left is kept where it would not lie at a round address.
+    decoder.flags |= Flags.copy_opaque | Flags.unaligned
     if decoder.name in _TELL_IF_ASKED:
         decoder.options = {"err_detect": "explode"}
     return decoder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from PIL import Image
 from lightning_videoscale.data.shards.film import MediaError
 from lightning_videoscale.data.shards.frames import decode_clip, decode_image
 from lightning_videoscale.data.shards.probing import probe
+from tests.data.command_line import Recipe, decoded, ffmpeg
 from tests.data.films import film, numbered, numbers
 
 X264 = "libx264 -preset veryfast -crf 8"
@@ -54,3 +56,15 @@ def test_transparent_webm_is_over_black(codec: str) -> None:
     assert footage.num_frames == 80 and footage.seeks
     video = decode_clip(file, 2, 64, 64, start=3.0, fps=25.0, seeks=footage.seeks).float()
     assert video[..., :28].max() < 8 and video[..., 36:].min() > 192
+
+
+@pytest.mark.parametrize("crop", ["crop_left=16", "crop_left=2:crop_right=6:crop_top=4:crop_bottom=10"])
+def test_what_a_stream_crops_is_not_shown(crop: str, tmp_path: Path) -> None:
+    file = tmp_path / "cropped.mp4"
+    whole = Recipe("mp4", f"{X264} -bf 0").make(tmp_path)
+    ffmpeg("-i", str(whole), "-c", "copy", "-frames:v", "3", "-bsf:v", f"h264_metadata={crop}", str(file))
+    data = io.BytesIO(file.read_bytes())
+    footage = probe(data)
+    expected = decoded(file, footage.height, footage.width)
+    video = decode_clip(data, 3, footage.height, footage.width, fps=25.0)
+    assert np.abs(video.permute(1, 2, 3, 0).numpy().astype(int) - expected).mean() <= 1
