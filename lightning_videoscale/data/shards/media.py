@@ -27,6 +27,7 @@ _VIDEO_FORMATS = ("mov", "mp4", "m4a", "3gp", "3g2", "mj2", "matroska", "webm", 
 _IMAGE_FORMATS = ("jpeg_pipe", "png_pipe", "webp_pipe", "bmp_pipe", "gif")
 _WITH_ALPHA = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # FFmpeg's own decoders leave transparency out
 _TELL_IF_ASKED = {"mjpeg"}  # else the rest of a JPEG that was cut is grey
+_DEFAULT_COUNTS = 5_000_000  # pixels, in FFmpeg
 _MAX_PIXELS = 2**27  # a picture of 16 384 x 8 192; a small file can claim far more and take all memory
 _OPTIONS = {
     "format_whitelist": ",".join(_VIDEO_FORMATS + _IMAGE_FORMATS),
@@ -70,7 +71,7 @@ def open_media(file: BinaryIO) -> Iterator[Film]:
                     raise MediaError(
                         "it is an AVIF with transparency or of several tiles; save it as one opaque picture"
                     )
-            stream = pictures[0]
+            stream = max(pictures, key=_appeal)
             may_be_still = brand == "avif" or container.format.name in _IMAGE_FORMATS
             yield StreamFilm(container, stream, _decoder(stream), may_be_still)
     except (MediaError, ShardError):
@@ -79,6 +80,13 @@ def open_media(file: BinaryIO) -> Iterator[Film]:
     except (av.FFmpegError, ValueError, ArithmeticError, MemoryError, OSError, SyntaxError) as error:
         reason = error.strerror if isinstance(error, av.FFmpegError) else f"{type(error).__name__}: {error}"
         raise MediaError(f"it does not decode: {reason}") from error
+
+
+def _appeal(stream: Any) -> int:
+    """Largest for the stream that FFmpeg's command line takes: of defaults, or else of all, that of most pixels."""
+    decoder = stream.codec_context
+    pixels = 0 if decoder is None else decoder.width * decoder.height
+    return int(pixels + _DEFAULT_COUNTS * bool(stream.disposition & type(stream.disposition).default))
 
 
 def _decoder(stream: Any) -> Any:

@@ -68,3 +68,14 @@ def test_what_a_stream_crops_is_not_shown(crop: str, tmp_path: Path) -> None:
     expected = decoded(file, footage.height, footage.width)
     video = decode_clip(data, 3, footage.height, footage.width, fps=25.0)
     assert np.abs(video.permute(1, 2, 3, 0).numpy().astype(int) - expected).mean() <= 1
+
+
+def test_of_several_streams_the_command_lines_choice_is_taken(tmp_path: Path) -> None:
+    file = tmp_path / "two.mkv"
+    sources = ["-f", "lavfi", "-i", "color=red:s=64x48:d=1", "-f", "lavfi", "-i", "color=blue:s=96x64:d=1"]
+    for default, height in (("0", 48), ("1", 64)):
+        which = ["-disposition:0", "0", "-disposition:1", "0", f"-disposition:{default}", "default"]
+        ffmpeg(*sources, "-map", "0", "-map", "1", "-c:v", "mpeg4", *which, str(file))
+        assert probe(io.BytesIO(file.read_bytes())).height == height
+    ffmpeg(*sources, "-map", "0", "-map", "1", "-c:v", "mpeg2video", "-f", "mpegts", str(file))  # knows no default
+    assert probe(io.BytesIO(file.read_bytes())).height == 64
