@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from lightning_videoscale.data.shards.errors import ShardError
 from lightning_videoscale.data.shards.film import Film, MediaError, StreamFilm
+from lightning_videoscale.data.shards.pictures import check_colors
 from lightning_videoscale.data.shards.stills import PillowFilm, check_gif, is_for_pillow
 
 VIDEO_SUFFIXES = frozenset(
@@ -101,6 +102,7 @@ def _decoder(stream: Any) -> Any:
     decoder = stream.codec_context
     if decoder is None:
         raise MediaError("it has a video stream of a codec that FFmpeg does not know")
+    check_colors(decoder.color_trc)  # frames of HEVC and ProRes do not tell what the container alone says
     if stream.metadata.get("alpha_mode") == "1" and decoder.name in _WITH_ALPHA:
         decoder = CodecContext.create(_WITH_ALPHA[decoder.name], "r")
     # Workers run side by side: threads of FFmpeg's own would fight over their cores.

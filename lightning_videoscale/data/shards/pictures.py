@@ -19,6 +19,15 @@ _MAX_ASPECT = 8  # more is no picture, and would take much memory
 _UNKNOWN_TO_PYAV = range(28, 32)  # FFmpeg's enum AVFrameSideDataType: LCEVC, view, 3D displays, EXIF
 
 
+def check_colors(curve: int) -> None:
+    """Raises MediaError if a transfer characteristic of ITU-T H.273 is one of HDR."""
+    if curve in _HDR:
+        raise MediaError(
+            f"its colours are HDR ({_HDR[curve]}), which looks wrong without tone mapping; convert it to SDR first, "
+            "for example by FFmpeg's filters zscale and tonemap"
+        )
+
+
 def shown_size(frame: VideoFrame, aspect: Fraction) -> tuple[int, int]:
     """Height and width of a frame as it is shown: its rows as wide as makes pixels of this aspect square, and upright.
 
@@ -26,11 +35,7 @@ def shown_size(frame: VideoFrame, aspect: Fraction) -> tuple[int, int]:
         MediaError: If it cannot be shown as it is meant: its colours are HDR, it is turned by an odd angle, or its
             pixels are far from square.
     """
-    if frame.color_trc in _HDR:
-        raise MediaError(
-            f"its colours are HDR ({_HDR[frame.color_trc]}), which looks wrong without tone mapping; convert it to "
-            "SDR first, for example by FFmpeg's filters zscale and tonemap"
-        )
+    check_colors(frame.color_trc)
     if not 1 / _MAX_ASPECT <= aspect <= _MAX_ASPECT:
         raise MediaError(f"its pixels are {aspect} times as wide as they are high, by its header")
     size = frame.height, max(1, int(frame.width * aspect))  # cut off as FFmpeg's scale=iw*sar:ih does

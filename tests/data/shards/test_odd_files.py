@@ -79,3 +79,14 @@ def test_of_several_streams_the_command_lines_choice_is_taken(tmp_path: Path) ->
         assert probe(io.BytesIO(file.read_bytes())).height == height
     ffmpeg(*sources, "-map", "0", "-map", "1", "-c:v", "mpeg2video", "-f", "mpegts", str(file))  # knows no default
     assert probe(io.BytesIO(file.read_bytes())).height == 64
+
+
+def test_hdr_that_the_container_alone_states_is_refused(tmp_path: Path) -> None:
+    plain, file = tmp_path / "plain.mkv", tmp_path / "hdr.mkv"
+    ffmpeg(
+        "-f", "lavfi", "-i", "color=red:s=64x64:d=1", "-c:v", "libx265", "-x265-params", "log-level=none", str(plain)
+    )
+    ffmpeg("-i", str(plain), "-c", "copy", "-color_trc", "smpte2084", str(file))
+    assert probe(io.BytesIO(plain.read_bytes())).num_frames == 25
+    with pytest.raises(MediaError, match=r"HDR \(PQ\)"):
+        probe(io.BytesIO(file.read_bytes()))
