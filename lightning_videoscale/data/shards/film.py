@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 _LEAD = 2.0
 """Seconds that a second attempt seeks further back: some formats are searched by when packets are decoded."""
 
+_TS_DISCONT = 0x200  # flag of FFmpeg's formats whose clock may begin anew within a file
+_BACK, _AHEAD = 1.0, 10.0
+"""Seconds between two frames that nobody means in such formats; FFmpeg's command line goes by as many ahead."""
+
 MAX_LEADING = 16
 """Frames at most that are decoded after a key frame and shown before it, in all codecs."""
 
@@ -104,6 +108,7 @@ class StreamFilm:
         # orders differ. There the k-th frame is shown when the k-th packet is due.
         self._is_counted = container.format.name == "avi" and bool(stream.codec_context.has_b_frames)
         self._due: deque[int] = deque()
+        self._may_be_joined = bool(container.format.flags & _TS_DISCONT)
 
     def frames(self, seek: Seek | None = None) -> Iterator[Shown]:
         """Yields all frames, or those from a key frame on.
@@ -123,11 +128,13 @@ class StreamFilm:
                         break
                     continue
                 first = (last if stamp is None else stamp) - last
-            elif stamp is not None and stamp - first > last:
-                last = stamp - first
             else:
-                # Without a time of its own, or with one that cannot be, as FFmpeg guesses some in MPEG-PS.
-                last += step
+                passed = step if stamp is None else stamp - first - last
+                if self._is_joined(passed):
+                    first += passed - step
+                    passed = step
+                # Some frames have times that cannot be, as FFmpeg guesses them in MPEG-PS.
+                last += passed if passed > 0 else step
             length = 0 if self._is_counted else frame.duration or 0
             yield Shown(last, length, frame, _key(frame))
 
@@ -138,6 +145,10 @@ class StreamFilm:
         start = 0 if "matroska" in container.format.name else container.start_time or 0
         ends = (float(end * (container.streams[number].time_base or 0)) for number, end in self._ends.items())
         return ((container.duration or 0) + start) / 1e6, max(ends, default=0.0)
+
+    def _is_joined(self, ticks: int) -> bool:
+        """Whether so much between two frames says that recordings were joined there, each with a clock of its own."""
+        return self._may_be_joined and not -_BACK < ticks * self.tick < _AHEAD
 
     def _packets(self) -> Iterator[Packet[Any]]:
         for packet in self._container.demux():

@@ -12,7 +12,7 @@ from PIL import Image
 from lightning_videoscale.data.shards.film import MediaError
 from lightning_videoscale.data.shards.frames import decode_clip, decode_image
 from lightning_videoscale.data.shards.probing import probe
-from tests.data.command_line import Recipe, decoded, ffmpeg
+from tests.data.command_line import FRAMES, RATE, Recipe, decoded, ffmpeg
 from tests.data.films import film, numbered, numbers
 
 X264 = "libx264 -preset veryfast -crf 8"
@@ -90,3 +90,18 @@ def test_hdr_that_the_container_alone_states_is_refused(tmp_path: Path) -> None:
     assert probe(io.BytesIO(plain.read_bytes())).num_frames == 25
     with pytest.raises(MediaError, match=r"HDR \(PQ\)"):
         probe(io.BytesIO(file.read_bytes()))
+
+
+@pytest.mark.parametrize("offset", [0.0, 5000.0])
+def test_joined_recordings_go_on_where_the_clock_is_set(offset: float, tmp_path: Path) -> None:
+    codec = f"{X264} -g 50"
+    parts = [Recipe("ts", codec, offset=at).make(tmp_path).read_bytes() for at in (0.0, offset)]
+    file = tmp_path / "joined.ts"
+    file.write_bytes(b"".join(parts))
+    data = io.BytesIO(file.read_bytes())
+    footage = probe(data)
+    assert footage.num_frames == 2 * FRAMES and footage.fps == pytest.approx(RATE)
+    expected = decoded(file, footage.height, footage.width)
+    for number in (FRAMES - 1, FRAMES, FRAMES + 1, 2 * FRAMES - 1):
+        cut = decode_clip(data, 1, footage.height, footage.width, number / RATE, seeks=footage.seeks)
+        assert np.abs(cut[:, 0].permute(1, 2, 0).numpy().astype(int) - expected[number]).mean() <= 1, number
