@@ -66,7 +66,10 @@ def decode(extension: str, data: bytes) -> Any:
 
 
 def _text(data: bytes) -> str:
-    return data.decode("utf-8-sig")  # without the mark that editors on Windows begin a file with
+    try:
+        return data.decode("utf-8-sig")  # without the mark that editors on Windows begin a file with
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 ({error}); save it as UTF-8") from error
 
 
 def npy_header(data: bytes) -> tuple[tuple[int, ...], np.dtype[Any], int]:
@@ -110,6 +113,11 @@ def _read_header(data: bytes) -> _NpyHeader:
         shape = tuple(int(side.strip().rstrip("L")) for side in fields["shape"].strip("()").split(",") if side.strip())
     except (TypeError, ValueError) as error:
         raise ValueError(f"no .npy header of plain numbers ({error})") from error
+    if dtype.kind not in "biufc" or dtype.itemsize > (16 if dtype.kind == "c" else 8):
+        raise ValueError(
+            f"torch has no type for an array of {dtype}: save it as float32, or bfloat16 in a .safetensors, and text "
+            "in a .json"
+        )
     order: Literal["C", "F"] = "F" if fields["fortran_order"] == "True" else "C"
     return _NpyHeader(shape, dtype, order, begin, begin + math.prod(shape) * dtype.itemsize)
 

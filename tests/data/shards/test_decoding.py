@@ -41,6 +41,21 @@ def test_arrays_keep_their_values(dtype: str, order: str) -> None:
     tensor[0] = 0  # it is writable memory of its own
 
 
+@pytest.mark.parametrize("dtype", ["g", "G", "V2", "U3", "S3"])
+def test_arrays_that_torch_has_no_type_for_say_what_to_write(dtype: str) -> None:
+    data = npy(np.zeros((4, 1, 4, 4), dtype))
+    for look in (npy_header, lambda data: decode("text_embeds.npy", data)):
+        with pytest.raises(ValueError, match=r"torch has no type .* float32, or bfloat16 in a \.safetensors"):
+            look(data)
+
+
+def test_text_that_is_not_utf_8_says_what_to_do() -> None:
+    for data in ("eine Katze".encode("utf-16"), "Käse".encode("latin-1")):
+        for extension in ("txt", "json"):
+            with pytest.raises(ValueError, match=r"not UTF-8 .*; save it as UTF-8"):
+                decode(extension, data)
+
+
 def test_scalars_text_and_fields() -> None:
     assert decode("x.npy", npy(np.float32(3.5))).item() == 3.5
     assert decode("txt", "日本 café".encode()) == "日本 café"
