@@ -97,6 +97,22 @@ def test_a_damaged_sample_costs_its_own_weight(tmp_path: Path) -> None:
     assert alone["meta"].samples == 1 and alone["meta"].loss_weight == 0.0
 
 
+@pytest.mark.parametrize("member", ["latents", "text_embeds"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite_cost_their_sample(tmp_path: Path, member: str, value: float) -> None:
+    array = np.ones((4, 3, 8, 8) if member == "latents" else (5, 8), np.float16)
+    array.flat[7] = value
+    embeds = npy(np.full((5, 8), 60_000, np.float16))
+    samples = [clip(i, text_embeds_npy=embeds) for i in range(2)]
+    samples[1][f"{member}.npy"] = npy(array)
+    shard = write_shard(tmp_path / "000.tar", samples)
+    with pytest.warns(UserWarning, match=rf"{member} of 'clip00001' hold NaN or infinity.*weight 0"):
+        batch = _read(shard, 0, 1)
+    meta = batch["meta"]
+    assert batch["sample_ids"] == ["000.tar/clip00000"]
+    assert isinstance(meta, BatchMeta) and meta.loss_weight == 0.5
+
+
 def test_a_shard_that_is_deleted_costs_the_weight_of_its_samples(tmp_path: Path) -> None:
     shards = [write_shard(tmp_path / f"{i:03}.tar", [clip(5 * i + j) for j in range(5)]) for i in range(2)]
     reader = MicroBatchReader(index_shards([str(shard) for shard in shards]))
