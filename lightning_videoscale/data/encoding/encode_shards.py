@@ -7,8 +7,10 @@ that was stopped goes on, on as many ranks as there are then, and its result doe
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -219,11 +221,12 @@ def _write_piece(
     encode: Callable[[ReadSample], dict[str, Any]],
     bar: tqdm,
 ) -> list[RefusedSample]:
-    for left in file.parent.glob(f".{file.name}.*"):
-        left.unlink(missing_ok=True)
+    _remove_left(file)
     draft = file.with_name(f".{file.name}.{os.uname().nodename}.{os.getpid()}")
     refused = []
     with draft.open("wb") as stream:
+        with suppress(OSError):  # where the file system has no locks
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with TarWriter(stream, mtime=0) as writer:
             for read in reads:
                 key = index.sample_id(read.number)
@@ -236,6 +239,14 @@ def _write_piece(
         os.fsync(stream.fileno())
     draft.replace(file)
     return refused
+
+
+def _remove_left(file: Path) -> None:
+    """Removes what runs that were stopped have left of a piece, but not what another process is writing just now."""
+    for left in file.parent.glob(f".{file.name}.*"):
+        with suppress(OSError), left.open("r+b") as draft:
+            fcntl.flock(draft, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel drops the lock of a process that has ended
+            left.unlink()
 
 
 def _made_by(

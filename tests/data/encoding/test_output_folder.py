@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import warnings
@@ -119,3 +120,16 @@ def test_a_damaged_list_of_settings_is_named(tmp_path: Path) -> None:
     (output / "encoded.json").write_text("")  # as after a power failure
     with pytest.raises(ShardError, match=r"encoded\.json is damaged .* delete this folder"):
         _encode(index, output)
+
+
+def test_what_another_process_is_writing_is_left_alone(tmp_path: Path) -> None:
+    """Two runs into one folder both end; what a run that was killed has left is removed."""
+    index, output = index_shards(_shard(tmp_path / "000.tar", "a cat")), tmp_path / "latents"
+    begun, left = (tmp_path / f"latents/.000000.tar.node.{number}" for number in (1, 2))
+    output.mkdir()
+    left.touch()
+    with begun.open("wb") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        _encode(index, output)
+        assert begun.exists() and not left.exists()
+    assert len(index_shards([str(output / "000000.tar")])) == 1
