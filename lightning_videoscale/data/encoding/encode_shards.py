@@ -8,6 +8,7 @@ that was stopped goes on, on as many ranks as there are then, and its result doe
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -30,14 +31,17 @@ from lightning_videoscale.data.encoding.encode_sample import (
     as_safetensors,
     only_row,
 )
-from lightning_videoscale.data.encoding.output_folder import begin_output, write_whole
+from lightning_videoscale.data.encoding.output_folder import LATENTS, begin_output, write_whole
 from lightning_videoscale.data.planning.shapes import Media, ShapedClips, ShapePolicy
 from lightning_videoscale.data.shards.errors import MemberError, ShardError
 from lightning_videoscale.data.shards.index import ShardIndex
+from lightning_videoscale.data.shards.location import ByteRange
 from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
+from lightning_videoscale.data.shards.storage import open_shard
 from lightning_videoscale.data.shards.tars import own_key
 
 EMPTY_PROMPT = "empty_prompt.safetensors"
+_BEGINNING = 2**16
 _Encode = Callable[[ReadSample], dict[str, Any]]
 
 
@@ -254,10 +258,22 @@ def _made_by(
 ) -> dict[str, Any]:
     """What the result depends on."""
     made_by: dict[str, Any] = {"samples": index.digest, "captions": index.captions}
-    made_by |= {"samples_per_shard": settings.samples_per_shard} if encoder is None else {"vae": encoder.name}
+    if encoder is None:
+        made_by |= {"samples_per_shard": settings.samples_per_shard, LATENTS: _digest_of_latents(index)}
+    else:
+        made_by |= {"vae": encoder.name}
     if text is not None:
         made_by |= {"text_encoder": text.name, "max_length": text.max_length}
     return made_by | ({} if encoder is None else asdict(settings))
+
+
+def _digest_of_latents(index: ShardIndex) -> str:
+    """SHA-256 of how the first latents of each shard begin: made anew by another VAE they have the sizes of before."""
+    digest = hashlib.sha256()
+    for shard in (shard for shard in index.shards if len(shard.samples)):
+        at = next(iter(shard.samples[0].members.values()))
+        digest.update(open_shard(shard.url).read(ByteRange(at.offset, min(at.size, _BEGINNING))))
+    return digest.hexdigest()
 
 
 def _name(output: Path, piece: int) -> Path:

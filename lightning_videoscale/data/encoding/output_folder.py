@@ -14,6 +14,8 @@ from lightning_videoscale.data.shards.location import is_remote
 
 _SETTINGS = "encoded.json"
 _CAPTIONS = "captions"
+LATENTS = "latents"
+"""What tells latents from others of their sizes; folders of older releases do not know it."""
 
 
 def begin_output(output: Path, sources: Sequence[str], made_by: Mapping[str, Any]) -> None:
@@ -22,7 +24,8 @@ def begin_output(output: Path, sources: Sequence[str], made_by: Mapping[str, Any
     Args:
         output: The folder.
         sources: The shards that are encoded.
-        made_by: What the result depends on, as JSON can hold it; ``captions`` may be None, which is not compared.
+        made_by: What the result depends on, as JSON can hold it; ``captions`` may be None, which is not compared, and
+            `LATENTS` is compared where the folder has it.
 
     Raises:
         ShardError: If it holds something else than what `begin_output` has begun, with the same ``made_by``, or
@@ -42,6 +45,7 @@ def begin_output(output: Path, sources: Sequence[str], made_by: Mapping[str, Any
         output.mkdir(parents=True, exist_ok=True)
         _write_settings(file, wanted)
     found = _read_settings(file)
+    wanted = {name: value for name, value in wanted.items() if name != LATENTS or name in found}
     is_unknown = None in (found.get(_CAPTIONS), wanted[_CAPTIONS])
     _check_same(output, found, wanted, but=_CAPTIONS if is_unknown else "")
     if is_unknown and not is_new:

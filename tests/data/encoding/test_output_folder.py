@@ -95,6 +95,24 @@ def test_other_captions_of_the_same_length_are_seen(tmp_path: Path) -> None:
             _encode(index, output)
 
 
+def test_latents_that_were_made_anew_in_the_sizes_of_before_are_seen(tmp_path: Path) -> None:
+    shard, output = tmp_path / "clips/000.tar", tmp_path / "with_text"
+    settings = EncodeSettings(ShapePolicy())
+
+    def add_text(value: int) -> EncodeReport:
+        latents = npy(np.full((4, 1, 4, 4), value, np.float16))
+        write_shard(shard, [{"__key__": "clip", "latents.npy": latents, "txt": b"a cat"}])
+        return encode_shards(index_shards([str(shard)]), None, output, settings, text=Ones())
+
+    assert add_text(1).written == 1 and add_text(1).found == 1
+    with pytest.raises(ShardError, match=r"was begun with {'latents': .*choose another folder"):
+        add_text(2)
+    made_by = json.loads((output / "encoded.json").read_text())
+    del made_by["latents"]  # as an older release wrote it
+    (output / "encoded.json").write_text(json.dumps(made_by))
+    assert add_text(1).found == 1
+
+
 def test_folders_and_indexes_that_know_no_captions_are_gone_on_with(tmp_path: Path) -> None:
     index, output = index_shards(_shard(tmp_path / "stills/000.tar", "a cat")), tmp_path / "latents"
     settings = output / "encoded.json"
