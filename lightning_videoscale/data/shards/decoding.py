@@ -69,7 +69,7 @@ def _text(data: bytes) -> str:
     try:
         return data.decode("utf-8-sig")  # without the mark that editors on Windows begin a file with
     except UnicodeDecodeError as error:
-        raise ValueError(f"it is not UTF-8 ({error}); save it as UTF-8") from error
+        raise ValueError(f"{error}; save it as UTF-8") from error
 
 
 def npy_header(data: bytes) -> tuple[tuple[int, ...], np.dtype[Any], int]:

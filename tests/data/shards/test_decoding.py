@@ -52,7 +52,7 @@ def test_arrays_that_torch_has_no_type_for_say_what_to_write(dtype: str) -> None
 def test_text_that_is_not_utf_8_says_what_to_do() -> None:
     for data in ("eine Katze".encode("utf-16"), "Käse".encode("latin-1")):
         for extension in ("txt", "json"):
-            with pytest.raises(ValueError, match=r"not UTF-8 .*; save it as UTF-8"):
+            with pytest.raises(ValueError, match=r"'utf-8' codec .*; save it as UTF-8"):
                 decode(extension, data)
 
 
