@@ -27,13 +27,12 @@ IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "gif", "avif", 
 _VIDEO_FORMATS = ("mov", "mp4", "m4a", "3gp", "3g2", "mj2", "matroska", "webm", "avi", "mpegts", "mpeg", "flv", "ogg")
 _IMAGE_FORMATS = ("jpeg_pipe", "png_pipe", "webp_pipe", "bmp_pipe", "gif")
 _WITH_ALPHA = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # FFmpeg's own decoders leave transparency out
-_TELL_IF_ASKED = {"mjpeg"}  # else the rest of a JPEG that was cut is grey
+_ERRORS = {"mjpeg": {"err_detect": "explode"}}  # else the rest of a JPEG that was cut is grey
 _DEFAULT_COUNTS = 5_000_000  # pixels, in FFmpeg
 _MAX_PIXELS = 2**27  # a picture of 16 384 x 8 192; a small file can claim far more and take all memory
 _OPTIONS = {
     "format_whitelist": ",".join(_VIDEO_FORMATS + _IMAGE_FORMATS),
     "protocol_whitelist": "none",
-    "max_pixels": str(_MAX_PIXELS),
 }
 
 
@@ -102,6 +101,8 @@ def _decoder(stream: Any) -> Any:
     decoder = stream.codec_context
     if decoder is None:
         raise MediaError("it has a video stream of a codec that FFmpeg does not know")
+    if decoder.width * decoder.height > _MAX_PIXELS:
+        raise MediaError(f"{decoder.width} x {decoder.height} pixels are too many")
     check_colors(decoder.color_trc)  # frames of HEVC and ProRes do not tell what the container alone says
     if stream.metadata.get("alpha_mode") == "1" and decoder.name in _WITH_ALPHA:
         decoder = CodecContext.create(_WITH_ALPHA[decoder.name], "r")
@@ -109,6 +110,5 @@ def _decoder(stream: Any) -> Any:
     decoder.thread_count = 1
     # Else what a stream crops at the left is kept where it would not lie at a round address.
     decoder.flags |= Flags.copy_opaque | Flags.unaligned
-    if decoder.name in _TELL_IF_ASKED:
-        decoder.options = {"err_detect": "explode"}
+    decoder.options = {"max_pixels": str(_MAX_PIXELS), **_ERRORS.get(decoder.name, {})}
     return decoder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -105,3 +106,16 @@ def test_joined_recordings_go_on_where_the_clock_is_set(offset: float, tmp_path:
     for number in (FRAMES - 1, FRAMES, FRAMES + 1, 2 * FRAMES - 1):
         cut = decode_clip(data, 1, footage.height, footage.width, number / RATE, seeks=footage.seeks)
         assert np.abs(cut[:, 0].permute(1, 2, 0).numpy().astype(int) - expected[number]).mean() <= 1, number
+
+
+def test_more_pixels_than_memory_is_meant_to_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    opaque, frame = [numbered(0)] * 2, np.full((48, 64, 4), 200, np.uint8)
+    see_through = film([frame] * 2, "webm", "libvpx-vp9", pix_fmt="yuva420p", codec_options={"auto-alt-ref": "0"})
+    photograph = io.BytesIO()
+    _noise()[0].save(photograph, "PNG")  # whose header is read when it is decoded
+    files = [film(opaque), see_through, photograph.getvalue()]
+    for limit, is_read in ((48 * 64, True), (48 * 64 - 1, False)):
+        monkeypatch.setattr("lightning_videoscale.data.shards.media._MAX_PIXELS", limit)
+        for data in files:
+            with nullcontext() if is_read else pytest.raises(MediaError, match=r"too many|does not decode"):
+                probe(io.BytesIO(data))
