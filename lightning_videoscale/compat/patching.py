@@ -1,5 +1,6 @@
 """Replaces a method of one object, and takes it back: `patch`; `only_redirects` marks a harmless replacement.
 
+`own_forward`           what is in place of a class's forward, beneath such replacements
 `call_within`           has a module call torch's attention inside of a context
 `around_attention`      that context, for modules that say where they call it
 `instead_of_attention`  what has the same effect as torch's attention in there
@@ -42,16 +43,26 @@ def patch(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return undo
 
 
-def only_redirects(forward: _Forward) -> _Forward:
-    """Marks a forward that calls a module's own and neither reads nor changes what that takes and returns."""
-    vars(forward)["only_redirects"] = True
+def only_redirects(forward: _Forward, beneath: Any = None) -> _Forward:
+    """Marks a forward that calls a module's own and neither reads nor changes what that takes and returns.
+
+    Args:
+        forward: It.
+        beneath: What it calls, if that is in place of the class's; see `own_forward`.
+    """
+    vars(forward)["only_redirects_to"] = beneath
     return forward
+
+
+def own_forward(module: Any) -> Any:
+    """What a module has in place of its class's forward, beneath what only redirects; None if nothing."""
+    own = module.__dict__.get("forward")
+    return getattr(own, "only_redirects_to", own)
 
 
 def replaces_forward(module: Any) -> bool:
     """Whether a module has a forward of its own that may read or change what its class's takes and returns."""
-    own = module.__dict__.get("forward")
-    return own is not None and not getattr(own, "only_redirects", False)
+    return own_forward(module) is not None
 
 
 _AROUND = "around_attention"

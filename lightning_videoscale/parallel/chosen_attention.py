@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.attention import AttentionChoices, as_autocast, as_choices, attention
 from lightning_videoscale.compat.diffusers import KERNELS_OF_BACKENDS, own_attention_backend
-from lightning_videoscale.compat.patching import only_redirects
+from lightning_videoscale.compat.patching import only_redirects, own_forward
 from lightning_videoscale.compat.torch.attention import with_gradient_in_order
 from lightning_videoscale.parallel.pickling import refuse_pickling
 from lightning_videoscale.parallel.plan import SplitPlan, matching_modules
@@ -51,7 +51,8 @@ def choose_attention(model: nn.Module, plan: SplitPlan, choices: AttentionChoice
     modules |= {module for module in model.modules() if hasattr(module, "processor")}
     undo = refuse_pickling(model) if modules else Undo()
     for module in modules:
-        undo.set(module, "forward", MethodType(only_redirects(_asking_forward(module.forward, choices)), module))
+        forward = only_redirects(_asking_forward(module.forward, choices), own_forward(module))
+        undo.set(module, "forward", MethodType(forward, module))
     return undo
 
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_videoscale.attention import AttentionChoices, as_choices, open_mask
 from lightning_videoscale.attention.masks import is_biased, visible
 from lightning_videoscale.compat.diffusers import own_attention_backend
-from lightning_videoscale.compat.patching import call_within, only_redirects, says_where_it_attends
+from lightning_videoscale.compat.patching import call_within, only_redirects, own_forward, says_where_it_attends
 from lightning_videoscale.kernels.capture import is_capturing
 from lightning_videoscale.parallel.attention import gather_mask, sequence_parallel_attention
 from lightning_videoscale.parallel.context import SequenceContext
@@ -83,7 +83,6 @@ def exchanging_forward(module: nn.Module, path: str, rule: Attention, context: S
     unbound = original.__func__ if isinstance(original, MethodType) else None
     place = AttentionPlace(path, rule, context, says_where_it_attends(module))
 
-    @only_redirects
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         exchange = RedirectedAttention(place, own_attention_backend(getattr(self, "processor", None)) is not None)
         call = partial(original, *args, **kwargs) if unbound is None else partial(unbound, self, *args, **kwargs)
@@ -98,7 +97,7 @@ def exchanging_forward(module: nn.Module, path: str, rule: Attention, context: S
         exchange.check_calls(type(self).__name__)
         return result
 
-    return forward
+    return only_redirects(forward, own_forward(module))
 
 
 class RedirectingMode(TorchFunctionMode):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from lightning_videoscale.parallel.chosen_attention import choose_attention
 from lightning_videoscale.strategies.compilation import compile_blocks
 from lightning_videoscale.undo import Undo
 from tests.attention.cases import calls_of_math
+from tests.distributed.families.harness import Case, run
+from tests.distributed.families.models.ltx import FAMILIES
 from tests.distributed.pool import ProcessPool
-from tests.models import tiny_wan
+from tests.models import gradient_error, tiny_wan
 
 Ranks = Callable[[int], ProcessPool]
 INPUTS = (torch.randn(1, 4, 3, 8, 8), torch.tensor([7.0]), torch.randn(1, 3, 16))
@@ -70,6 +73,24 @@ def test_attention_of_a_whole_network_runs_on_the_kernel_asked_for(fused: bool, 
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     undo()
     assert all(torch.equal(a, b) for a, b in zip(results(model), before, strict=True))
+
+
+def test_a_forward_of_users_between_the_kernels_and_ours_has_the_gradients_of_its_last_bias() -> None:
+    """A fused block leaves no bias to whoever scales what an attention returns."""
+    eager, fused = (FAMILIES["ltx"].model(Case("ltx", float32=True)) for _ in range(2))
+    inject_fused_kernels(fused)
+    gradients = []
+    for model in (eager, fused):
+        attention: Any = model.transformer_blocks[0].attn1  # type: ignore[union-attr]
+        attention.forward = partial(twice, attention.forward)
+        choose(model, "math" if model is fused else "sdpa")
+        run(model, FAMILIES["ltx"].inputs(Case("ltx", float32=True), 0))[1].backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradient_error(gradients[1], gradients[0]) < 1e-4
+
+
+def twice(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    return 2 * forward(*args, **kwargs)
 
 
 def test_a_network_that_asks_for_its_kernels_says_that_it_cannot_be_pickled() -> None:

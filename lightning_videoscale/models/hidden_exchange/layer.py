@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_videoscale.compat.diffusers import own_attention_backend
-from lightning_videoscale.compat.patching import only_redirects
+from lightning_videoscale.compat.patching import only_redirects, own_forward
 from lightning_videoscale.families import class_path, known
 from lightning_videoscale.injection.fused_block import fused_block_of, original_forward
 from lightning_videoscale.kernels.recompute import recomputed
@@ -68,7 +68,8 @@ def hide_exchange(model: nn.Module, context: SequenceContext, plan: SplitPlan) -
                 undo.add(context.watch_schedules(partial(layer.watched, module)))
                 context.attention[path] = module
                 serial = exchanging_forward(module, path, rule, context)
-                undo.set(module, "forward", MethodType(_forward(layer, serial), module))
+                forward = only_redirects(_forward(layer, serial), own_forward(module))
+                undo.set(module, "forward", MethodType(forward, module))
     except BaseException:
         undo()
         raise
@@ -242,7 +243,6 @@ def _forward(layer: _Layer, serial: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(layer.own.__func__ if layer.is_method else layer.own)
     gathering = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
 
-    @only_redirects
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         chooses = layer.place.context.schedule == "auto"
         if not layer.is_method or (chooses and torch.compiler.is_compiling()):  # of the first, all ranks know
