@@ -244,8 +244,9 @@ def _forward(layer: _Layer, serial: Callable[..., Any]) -> Callable[..., Any]:
     gathering = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        chooses = layer.place.context.schedule == "auto"
-        if not layer.is_method or (chooses and torch.compiler.is_compiling()):  # of the first, all ranks know
+        context = layer.place.context
+        compiled = context.schedule == "auto" and torch.compiler.is_compiling()
+        if not layer.is_method or compiled or context.suspended:  # of the first, all ranks know
             return serial(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs).arguments
         arguments = dict(list(bound.items())[1:])

@@ -40,12 +40,13 @@ class SequenceParallelWanAttention(HearsOfBackends):
     Args:
         context: The group and the split tables.
         path: The module's, for messages.
+        own: The processor whose place it takes.
     """
 
     detaches_bias = True  # where it is asked to, as the fused attention is
 
-    def __init__(self, context: SequenceContext, path: str) -> None:
-        self.context, self._path = context, path
+    def __init__(self, context: SequenceContext, path: str, own: Any) -> None:
+        self.context, self._path, self._own = context, path, own
         self._choices = context.choices
 
     def on_backend(self, name: str | None) -> None:
@@ -64,6 +65,9 @@ class SequenceParallelWanAttention(HearsOfBackends):
         """Attends from and to all tokens of the group; (B, s, dim) in and out."""
         if encoder_hidden_states is not None:
             raise ValueError("Sequence-parallel Wan self-attention takes no other tokens.")
+        if self.context.suspended:  # called by what a user has put around it since
+            whole: Tensor = self._own(attn, hidden_states, None, attention_mask, rotary_emb)
+            return whole
         change = changed_attention(attn)
         fused = fused_block_of(attn) is FUSED_ATTENTION and change is None
         learned = None if self.context.schedule == "serial" else learned_tables(rotary_emb)
@@ -159,7 +163,7 @@ def split_attention(model: nn.Module, context: SequenceContext, paths: Sequence[
     for path, layer in layers.items():
         context.attention[path] = layer
         undo.add(partial(layer.set_processor, layer.processor))
-        processor = SequenceParallelWanAttention(context, path)
+        processor = SequenceParallelWanAttention(context, path, layer.processor)
         processor.on_backend(own_attention_backend(layer.processor))
         layer.set_processor(processor)
         undo.add(context.watch_schedules(partial(_objection, layer, path)))

@@ -7,7 +7,7 @@ is used (a mean, a softmax, a roll over tokens) is for the comparison of values,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ class TokenMixing(TorchFunctionMode):
     Attributes:
         found: The calls, as "module path (class): what".
         region: The modules that were given tokens of a slice, or returned some, by path; without the network itself.
+            Attention that exchanges is among them with all that it calls, as its tokens come from other ranks.
     """
 
     leaves_attention = True  # see `attention.dispatch`
@@ -47,9 +48,12 @@ class TokenMixing(TorchFunctionMode):
     def watching(self, network: nn.Module) -> Iterator[None]:
         """Inside, forward passes of the network are followed."""
         names = {module: name for name, module in network.named_modules()}
+        attends = {inner for path in self._context.attention for inner in _inside(network, path)}
 
         def note(module: nn.Module, values: Any) -> None:
-            if (name := names.get(module)) and any(map(self._is_followed, quick_leaves(values))):
+            if not (name := names.get(module)):
+                return
+            if module in attends or any(map(self._is_followed, quick_leaves(values))):
                 self.region[name] = module
 
         def enter(module: nn.Module, args: Any) -> None:
@@ -121,6 +125,13 @@ class TokenMixing(TorchFunctionMode):
         if name in ("layer_norm", "rms_norm"):
             return self._has_tokens(x, range(-len(argument(1, "normalized_shape")), -1))
         return name in _RECURRENT and self._has_tokens(x, range(x.ndim - 1))
+
+
+def _inside(network: nn.Module, path: str) -> list[nn.Module]:
+    """The module at a path and all in it; none where a user has taken it away."""
+    with suppress(AttributeError):
+        return [*network.get_submodule(path).modules()]
+    return []
 
 
 def _takes_no_values(func: Callable[..., Any]) -> bool:

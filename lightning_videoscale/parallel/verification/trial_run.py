@@ -28,6 +28,7 @@ from lightning_videoscale.parallel.context import SequenceContext
 from lightning_videoscale.parallel.plan import SplitPlan, matching_modules
 from lightning_videoscale.parallel.redirection import exchange_attention
 from lightning_videoscale.parallel.verification import hook_traces
+from lightning_videoscale.undo import Undo
 
 _MOST_ELEMENTS = 1 << 28  # of all gradients that are asked for
 
@@ -44,7 +45,7 @@ class SplitNetwork:
             path: x for pattern in sorted(patterns) for path, x in matching_modules(network, pattern).items()
         }
         self._restore_attention = exchange_attention(network, plan, context)
-        self._exchanging = self._forwards()
+        self._exchanging = self._attending()
 
     def replaced(self) -> list[str]:
         """Returns where other modules are than those whose inputs or outputs the split has to do with."""
@@ -58,28 +59,44 @@ class SplitNetwork:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, the network computes on whole sequences, with the attention it had before it was split."""
-        # Later changes, such as compilation, may have wrapped a forward that the attention's undo sets back. All others
-        # are made anew, as what stands against schedules is asked of the new ones.
-        forwards = self._forwards()
-        wrapped = [module for module, forward in forwards.items() if forward is not self._exchanging.get(module)]
+        # Later changes, such as compilation, may have wrapped what the attention's undo sets back: they stay around it,
+        # and an exchange in them is left out. All others are made anew, as what stands against schedules is asked of
+        # the new ones.
+        held = self._attending()
+        wrapped = {place: value for place, value in held.items() if value is not self._exchanging.get(place)}
         restore_children = keep_children(self.network)  # what FSDP2 sharded and users hooked, not what is made anew
         self._restore_attention()
         self.context.suspended = True
         try:
-            yield
+            with _attributes(wrapped):
+                yield
         finally:
             self.context.suspended = False
             self._restore_attention = exchange_attention(self.network, self.plan, self.context)
-            self._exchanging = self._forwards()
+            self._exchanging = self._attending()
             restore_children()
-            for module in wrapped:
-                vars(module).pop("forward", None)
-                if (forward := forwards[module]) is not None:
-                    module.forward = forward
+            for (module, name), value in wrapped.items():
+                vars(module).pop(name, None)
+                if value is not None:
+                    setattr(module, name, value)
 
-    def _forwards(self) -> dict[nn.Module, Any]:
-        """What modules have in place of their class's forward, None for none."""
-        return {module: vars(module).get("forward") for module in self.network.modules()}
+    def _attending(self) -> dict[tuple[nn.Module, str], Any]:
+        """What modules have in place of their class's forward, and their processors; None for none."""
+        names = ("forward", "processor")
+        return {(module, name): vars(module).get(name) for module in self.network.modules() for name in names}
+
+
+@contextmanager
+def _attributes(values: Mapping[tuple[nn.Module, str], Any]) -> Iterator[None]:
+    """Inside, modules have these attributes of their own, but for those that are None."""
+    undo = Undo()
+    for (module, name), value in values.items():
+        if value is not None:
+            undo.set(module, name, value)
+    try:
+        yield
+    finally:
+        undo()
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_videoscale.compat.patching import own_forward
 from lightning_videoscale.compat.torch.modules import hooks_of
 
 _LIBRARIES = {
@@ -52,9 +53,11 @@ def user_code(network: nn.Module, region: Mapping[str, nn.Module]) -> list[str]:
 
 
 def functions_of_users(module: nn.Module) -> Iterator[Callable[..., Any]]:
-    """Yields hooks of users on a module, and what they have put in place of its forward."""
+    """Yields hooks of users on a module, and what they have put in place of its forward, or of its processor's call."""
     yield from filter(_is_of_users, chain.from_iterable(hooks.values() for hooks in hooks_of(module) or ()))
     yield from _forwards_of_users(module)
+    processor = type(getattr(module, "processor", None))
+    yield from filter(_is_of_users, [vars(c)["__call__"] for c in processor.__mro__ if "__call__" in vars(c)][:1])
 
 
 def _hooks_behind_the_split(network: nn.Module) -> Iterator[Callable[..., Any]]:
@@ -65,7 +68,8 @@ def _hooks_behind_the_split(network: nn.Module) -> Iterator[Callable[..., Any]]:
 
 def _forwards_of_users(module: nn.Module) -> Iterator[Callable[..., Any]]:
     """Of the module itself and of its class, if either is."""
-    yield from filter(_is_of_users, (vars(module).get("forward", type(module).forward), type(module).forward))
+    own = own_forward(module)
+    yield from filter(_is_of_users, (type(module).forward if own is None else own, type(module).forward))
 
 
 def _classes_of_users(module: nn.Module) -> Iterator[str]:
@@ -76,12 +80,25 @@ def _classes_of_users(module: nn.Module) -> Iterator[str]:
 
 
 def _is_of_users(function: Any) -> bool:
-    return str(getattr(_innermost(function), "__module__", "")).partition(".")[0] not in _LIBRARIES
+    return any(home.partition(".")[0] not in _LIBRARIES for home in _homes(_innermost(function)))
+
+
+def _homes(function: Any) -> Iterator[str]:
+    """Where its code is from, and that of all it wraps: functools.wraps has it give itself out for the innermost."""
+    yield str(getattr(function, "__module__", ""))
+    seen: set[int] = set()
+    while function is not None and id(function) not in seen:
+        seen.add(id(function))
+        yield str(getattr(function, "__globals__", {}).get("__name__", "torch"))
+        function = _innermost(getattr(function, "__dict__", {}).get("__wrapped__"))
 
 
 def _name(function: Any) -> str:
     innermost = _innermost(function)
-    return f"{innermost.__module__}.{getattr(innermost, '__qualname__', type(innermost).__qualname__)}"
+    home = next(home for home in reversed([*_homes(innermost)]) if home.partition(".")[0] not in _LIBRARIES)
+    code = getattr(innermost, "__code__", None)  # which functools.wraps does not rename
+    name = getattr(innermost, "__qualname__", type(innermost).__qualname__) if code is None else code.co_qualname
+    return f"{home}.{name}"
 
 
 def _innermost(function: Any) -> Any:

@@ -94,7 +94,7 @@ def _single(
     for table in (angles.cos(), angles.sin()):
         tables.append(split(table, 1, context))
         context.keep_whole(tables[-1], table)
-    layer.set_processor(SequenceParallelWanAttention(context, "layer"))
+    layer.set_processor(SequenceParallelWanAttention(context, "layer", layer.processor))
     inputs = x, None, None, tuple(tables) if shape.rotated else None
     y = checkpoint(layer, *inputs, use_reentrant=False) if shape.checkpointed else layer(*inputs)
     cotangent = torch.randn(y.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(mesh.sp.rank))

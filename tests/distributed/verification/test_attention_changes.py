@@ -8,6 +8,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import pytest
 import torch
 from diffusers import LayerSkipConfig, PyramidAttentionBroadcastConfig
 from diffusers.hooks import apply_layer_skip
@@ -109,6 +110,19 @@ def wrapped(model: Any) -> Iterator[int]:
     return calls
 
 
+def wrapped_processor(model: Any) -> Iterator[int]:
+    """A user's own processor around ours."""
+    attention, calls = model.blocks[1].attn1, count()
+    inner = attention.processor
+
+    def process(*args: Any, **kwargs: Any) -> Any:
+        next(calls)
+        return 2 * inner(*args, **kwargs)
+
+    attention.set_processor(process)
+    return calls
+
+
 def skipped(model: Any) -> Iterator[int]:
     apply_layer_skip(model, LayerSkipConfig(indices=[1], fqn="transformer_blocks", skip_ff=False))
     return count()
@@ -133,9 +147,12 @@ def calls_and_error(name: str, change: Callable[[Any], Iterator[int]]) -> tuple[
         return counts[0], counts[1], max(errors)
 
 
-def test_what_wraps_attention_after_the_first_call_is_checked_once_and_accepted(ranks: Ranks) -> None:
-    for first, second, error in ranks(2).run(calls_and_error, "ltx", wrapped):
-        assert (first, second) == (2, 3)
+@pytest.mark.parametrize(("family", "change"), [("ltx", wrapped), ("wan", wrapped_processor)])
+def test_what_wraps_attention_after_the_first_call_is_compared_once_and_accepted(
+    ranks: Ranks, family: str, change: Callable[[Any], Iterator[int]]
+) -> None:
+    for first, second, error in ranks(2).run(calls_and_error, family, change):
+        assert (first, second) == (4, 5)  # a look at its exchange, and the comparison, on slices and whole
         assert error < 1e-5
 
 

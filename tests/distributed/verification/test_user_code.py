@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 from peft import LoraConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -17,6 +19,7 @@ from lightning_videoscale.parallel import SequenceMesh, gather_sequence, paralle
 from lightning_videoscale.strategies import SequenceParallelFSDP2Strategy
 from tests.distributed.families.harness import Case
 from tests.distributed.families.models.flux import FAMILIES
+from tests.distributed.families.models.ltx import FAMILIES as LTX
 from tests.distributed.pool import ProcessPool
 from tests.distributed.summing import sum_over_ranks
 from tests.distributed.wan_training import Clips, RectifiedFlow
@@ -236,6 +239,76 @@ def test_a_hook_that_is_given_inputs_which_are_split_already_is_compared(ranks: 
         assert all(isinstance(error, float) and error < 1e-5 for error in errors), errors
         assert "computes something else" in message and "the network: " in message
         assert "said_of_hooks_on_flux" in message and "before the split" in message
+
+
+def with_mean(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    out = function(*args, **kwargs)
+    return out + out.mean(1, keepdim=True)
+
+
+class MeanProcessor(LTXVideoAttnProcessor):
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return with_mean(super().__call__, *args, **kwargs)
+
+
+def mean_by_a_hook_on_attention(block: Any) -> None:
+    block.attn1.register_forward_hook(lambda _, __, out: out + out.mean(1, keepdim=True))
+
+
+def mean_by_a_hook_behind_attention(block: Any) -> None:
+    block.attn1.to_out[0].register_forward_hook(lambda _, __, out: out + out.mean(1, keepdim=True))
+
+
+def mean_by_a_forward_of_attention(block: Any) -> None:
+    block.attn1.forward = partial(with_mean, block.attn1.forward)
+
+
+def mean_by_a_processor(block: Any) -> None:
+    block.attn1.set_processor(MeanProcessor())
+
+
+def mean_in_disguise(block: Any) -> None:
+    """functools.wraps gives a function the names of what it wraps, and of its module."""
+    forward = block.forward
+    block.forward = wraps(forward)(lambda *args, **kwargs: with_mean(forward, *args, **kwargs))
+
+
+AT_ATTENTION = {
+    mean_by_a_hook_on_attention: "transformer_blocks.0.attn1: ",
+    mean_by_a_hook_behind_attention: "transformer_blocks.0.attn1.to_out.0: ",
+    mean_by_a_forward_of_attention: "transformer_blocks.0.attn1: ",
+    mean_by_a_processor: "MeanProcessor",
+    mean_in_disguise: "transformer_blocks.0: ",
+}
+
+
+def said_of_attention(habits: list[Any], patched: bool) -> list[str]:
+    """Of code in and around an attention whose tokens come from all ranks; or in place of its processor's call."""
+    found, case, processor = [], Case("ltx", float32=True), LTXVideoAttnProcessor
+    with SequenceMesh.create("cpu", ulysses_size=dist.get_world_size()) as mesh, pytest.MonkeyPatch.context() as patch:
+        if patched:
+            call = processor.__call__
+            patch.setattr(processor, "__call__", lambda *args, **kwargs: with_mean(call, *args, **kwargs))
+        for habit in habits:
+            network: Any = LTX["ltx"].model(case)
+            habit(network.transformer_blocks[0])
+            parallelize(network, mesh)
+            with pytest.raises(ValueError, match="computes something else") as error:
+                network(**LTX["ltx"].inputs(case, 0))
+            found.append(" ".join(error.value.__notes__))
+    return found
+
+
+def test_code_in_and_around_attention_is_compared(ranks: Ranks) -> None:
+    for messages in ranks(2).run(said_of_attention, [*AT_ATTENTION], False):
+        for message, where in zip(messages, AT_ATTENTION.values(), strict=True):
+            assert where in message
+    for (message,) in ranks(2).run(said_of_attention, [nothing], True):
+        assert "attn1: tests.distributed" in message
+
+
+def nothing(_: nn.Module) -> None:
+    """All is done by a patch."""
 
 
 def without_the_first_block(network: Any) -> None:
