@@ -267,7 +267,10 @@ def known_models() -> list[str]:
 
 
 def matching_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """Returns the modules that a path names, by their paths; see `SplitPlan` for what it may hold."""
+    """Returns the modules that a path names, by their paths; see `SplitPlan` for what it may hold.
+
+    One that is in several places, as where blocks share their attention, has the first of its paths.
+    """
     found = {"": model}
     for part in pattern.split(".") if pattern else ():
         children = {path: dict(module.named_children()) for path, module in found.items()}
@@ -279,7 +282,10 @@ def matching_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
             for name, child in named.items()
             if part in ("*", "-1", name)
         }
-    return found
+    paths: dict[nn.Module, str] = {}
+    for path, module in found.items():
+        paths.setdefault(module, path)
+    return {path: module for module, path in paths.items()}
 
 
 def submodules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:

@@ -83,7 +83,12 @@ def split(
     totals = [known[name] for name in streams]
     if sum(totals) != size or min(totals) < 0:
         expected = " + ".join(f"{total} of {name}" for total, name in zip(totals, streams, strict=True))
-        raise ValueError(f"It has {size} tokens along dim {dim}, and the streams of this forward pass {expected}.")
+        again = (
+            " It is split already, as where a network calls one block twice: give it another block that shares the "
+            "parameters (a.weight = b.weight) and not the module."
+        )
+        said = f"It has {size} tokens along dim {dim}, and the streams of this forward pass {expected}."
+        raise ValueError(said + again * (size == record.lengths(streams)[context.mesh.sp.rank]))
     context.record = record
     pieces = x.split(totals, dim) if len(streams) > 1 else (x,)
     slices = [

@@ -99,7 +99,8 @@ def _change_inputs(
     unknown = [name for name in rules if name not in names]
     if unknown:
         raise ValueError(
-            f"The split plan names arguments {unknown} of {type(module).__name__}.forward, which has {names}."
+            f"The split plan names arguments {unknown} of {type(module).__name__}.forward, which has {names}. A "
+            "forward of your own needs arguments of these names."
         )
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_videoscale.parallel import SequenceMesh, gather_sequence, parallelize, split_sequence
 from lightning_videoscale.strategies import SequenceParallelFSDP2Strategy
-from tests.distributed.families.harness import Case
+from tests.distributed.families.harness import Case, lifted_casts, run
 from tests.distributed.families.models.flux import FAMILIES
 from tests.distributed.families.models.ltx import FAMILIES as LTX
 from tests.distributed.pool import ProcessPool
@@ -336,3 +336,36 @@ def test_modules_that_were_replaced_after_the_split_are_named(ranks: Ranks) -> N
     for messages in ranks(2).run(said_of_other_modules):
         for message, where in zip(messages, ("blocks.0 of Wan", "proj_out of Wan"), strict=True):
             assert where in message and "before the split" in message
+
+
+def shared_attention(network: Any) -> None:
+    network.transformer_blocks[1].attn1 = network.transformer_blocks[0].attn1
+
+
+def shared_block(network: Any) -> None:
+    network.transformer_blocks[1] = network.transformer_blocks[0]
+
+
+def gradients_of_shared(change: Callable[[Any], None]) -> tuple[str, float]:
+    case, found = Case("ltx"), []
+    networks: list[Any] = [LTX["ltx"].model(case) for _ in range(2)]
+    with SequenceMesh.create("cpu", ulysses_size=dist.get_world_size()) as mesh, lifted_casts():
+        for network in networks:
+            change(network)
+        parallelize(networks[1], mesh)
+        for network in networks:
+            try:
+                run(network, LTX["ltx"].inputs(case, 0))[1].backward()
+            except ValueError as error:
+                return str(error), 0.0
+            found.append({name: p.grad for name, p in network.named_parameters()})
+        sum_over_ranks(found[1].values(), mean=True)
+    return "", gradient_error(found[1], found[0])
+
+
+def test_blocks_may_share_an_attention_and_not_the_block_that_splits(ranks: Ranks) -> None:
+    for message, error in ranks(2).run(gradients_of_shared, shared_attention):
+        assert message == ""
+        assert error < 1e-10
+    for message, _ in ranks(2).run(gradients_of_shared, shared_block):
+        assert "It is split already" in message and "a.weight = b.weight" in message
