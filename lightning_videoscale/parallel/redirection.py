@@ -78,9 +78,13 @@ class AttentionPlace:
 
 
 def exchanging_forward(module: nn.Module, path: str, rule: Attention, context: SequenceContext) -> Callable[..., Any]:
-    """Returns what runs a module's forward as it is now, and exchanges where that attends; it takes the module."""
+    """Returns what runs a module's forward as it is now, and exchanges where that attends; it takes the module.
+
+    Of a forward that is its class's, eager code looks up what it is in each call, as the class may be patched.
+    """
     original: Any = module.forward
     unbound = original.__func__ if isinstance(original, MethodType) else None
+    of_class = "forward" not in vars(module)
     place = AttentionPlace(path, rule, context, says_where_it_attends(module))
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -89,6 +93,8 @@ def exchanging_forward(module: nn.Module, path: str, rule: Attention, context: S
         if torch.compiler.is_compiling():
             with exchange:
                 return call()
+        if of_class:
+            call = partial(type(self).forward, self, *args, **kwargs)
         if place.context.suspended:  # called by what a user has put around it since
             return call()
         if place.is_marked:

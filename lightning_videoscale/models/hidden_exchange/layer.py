@@ -178,6 +178,9 @@ class _Layer:
         if (objection := _objection(attn, self.described)) is not None:
             return f"{objection}. Use schedule='serial'. Under 'auto', change modules before fit begins, which it sees."
         context = self.place.context
+        of_class = context.on_exchange is not None and own_forward(attn) is None  # a change of it is looked at
+        if of_class and type(attn).forward is not self.own.__func__:
+            return "its class has another forward than when it was split. Use schedule='serial', or patch it before."
         for stream, projection in self.described.items():
             name, streams = projection.tokens, projection.tokens_of or (stream,)
             mine = context.lengths(streams)[context.mesh.sp.rank]

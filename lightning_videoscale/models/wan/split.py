@@ -68,6 +68,11 @@ class SequenceParallelWanAttention(HearsOfBackends):
         if self.context.suspended:  # called by what a user has put around it since
             whole: Tensor = self._own(attn, hidden_states, None, attention_mask, rotary_emb)
             return whole
+        if (other := foreign(self._own)) is not None:
+            raise ValueError(
+                f"{self._path}: sequence parallelism stands for its processor, which is now {other}. Patch it before "
+                "the split, which then says what it cannot replace, or put a processor of your own around this one."
+            )
         change = changed_attention(attn)
         fused = fused_block_of(attn) is FUSED_ATTENTION and change is None
         learned = None if self.context.schedule == "serial" else learned_tables(rotary_emb)
@@ -90,6 +95,8 @@ class SequenceParallelWanAttention(HearsOfBackends):
 
     def exchange_of(self, attn: Any, hidden_states: Tensor) -> ExchangingAttention | None:
         """What attends to all tokens of the group, if all else is as without it: by the schedule "serial"."""
+        if foreign(self._own) is not None:  # which its own call refuses
+            return None
         return self._exchange if self._schedule(attn, hidden_states) == "serial" else None
 
     def _schedule(self, attn: Any, hidden_states: Tensor, only_serial: str | None = None) -> ScheduleName:

@@ -6,7 +6,7 @@ looks wrong. diffusers also puts a forward back that was there before the split,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -24,9 +24,7 @@ class AttentionAsNoted:
     """What a call of each attention of a split network reaches, as it is now: modules, forwards and processors."""
 
     def __init__(self, split: SplitNetwork) -> None:
-        places = {(id(holder), key): (path, holder, key) for path, holder, key in _places(split)}
-        self._paths = [path for path, _, _ in places.values()]
-        self._places = [(holder, key) for _, holder, key in places.values()]
+        self._places = [*{key: (path, look) for path, key, look in _places(split)}.values()]
         self._held = self._now()
 
     def is_unchanged(self) -> bool:
@@ -35,23 +33,30 @@ class AttentionAsNoted:
 
     def changed(self) -> list[str]:
         """Returns the paths of the modules that have changed, or been replaced."""
-        pairs = zip(self._paths, self._now(), self._held, strict=True)
-        return list(dict.fromkeys(path for path, now, held in pairs if now != held))
+        triples = zip(self._places, self._now(), self._held, strict=True)
+        return list(dict.fromkeys(path for (path, _), now, held in triples if now != held))
 
     def _now(self) -> list[Any]:
-        return [holder.get(key) for holder, key in self._places]
+        return [look() for _, look in self._places]
 
 
-def _places(split: SplitNetwork) -> Iterator[tuple[str, Mapping[str, Any], str]]:
-    """Where what an attention's call reaches is held, with the path of the module that it is of."""
+def _places(split: SplitNetwork) -> Iterator[tuple[str, Hashable, Callable[[], Any]]]:
+    """What looks at what an attention's call reaches, with the path of the module that it is of, and a key for each."""
     for path in split.context.attention:
         with suppress(AttributeError):  # of a module that was taken away
             attention = split.network.get_submodule(path)
-            yield from ((path, vars(attention), name) for name in ("forward", "processor"))
+            for name in ("forward", "processor"):
+                yield path, (id(attention), name), partial(vars(attention).get, name)
+            yield path, (id(attention), "classes"), partial(_methods_of_classes, attention)
             names = path.split(".")
             for depth, name in enumerate(names):
                 parent = split.network.get_submodule(".".join(names[:depth]))
-                yield ".".join(names[: depth + 1]), children_of(parent), name
+                yield ".".join(names[: depth + 1]), (id(parent), name), partial(children_of(parent).get, name)
+
+
+def _methods_of_classes(attention: nn.Module) -> tuple[Any, Any]:
+    """What a patch of a whole class may replace."""
+    return type(attention).forward, type(getattr(attention, "processor", None)).__call__
 
 
 def checked_again_after_changes(split: SplitNetwork, check_first: _Hook, check: Callable[..., object]) -> _Hook:

@@ -12,9 +12,11 @@ import pytest
 import torch
 from diffusers import LayerSkipConfig, PyramidAttentionBroadcastConfig
 from diffusers.hooks import apply_layer_skip
+from diffusers.models.transformers.transformer_ltx import LTXAttention, LTXVideoAttnProcessor
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor, nn
 
+from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.parallel import SequenceMesh, parallelize
 from tests.distributed.families.harness import Case
 from tests.distributed.families.test_parity import FAMILIES
@@ -159,3 +161,36 @@ def test_what_wraps_attention_after_the_first_call_is_compared_once_and_accepted
 def test_a_hook_that_skips_attention_after_the_first_call_is_accepted(ranks: Ranks) -> None:
     for *_, error in ranks(2).run(calls_and_error, "cogview4", skipped):
         assert error < 1e-5
+
+
+def after_a_patch(name: str, cls: type, method: str, **options: Any) -> str | float:
+    """What is said of a class that was patched after the first call, or how far the network is from one device."""
+    family, case, original = FAMILIES[name], Case(name, float32=True), getattr(cls, method)
+    whole, model, inputs = family.model(case), family.model(case), family.inputs(case, 0)
+    with SequenceMesh.create("cpu", ulysses_size=2) as mesh, torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        if options.pop("fused", False):
+            inject_fused_kernels(model)
+        parallelize(model, mesh, **options)
+        model(**inputs)
+        patch.setattr(cls, method, lambda *args, **kwargs: 2 * original(*args, **kwargs))
+        try:
+            output = model(**inputs).sample
+        except ValueError as error:
+            return str(error)
+        expected = whole(**inputs).sample
+        return float((output - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("method", [(LTXAttention, "forward"), (LTXVideoAttnProcessor, "__call__")])
+def test_a_patch_of_a_whole_class_after_the_first_call_runs(ranks: Ranks, method: tuple[type, str]) -> None:
+    for error in ranks(2).run(after_a_patch, "ltx", *method):
+        assert isinstance(error, float), error
+        assert error < 1e-5
+
+
+def test_a_patch_of_a_whole_class_that_a_split_stands_for_is_refused(ranks: Ranks) -> None:
+    for said in ranks(2).run(after_a_patch, "ltx", LTXAttention, "forward", schedule="overlap"):
+        assert "its class has another forward than when it was split. Use schedule=" in said
+    for fused in (False, True):
+        for said in ranks(2).run(after_a_patch, "wan", WanAttnProcessor, "__call__", fused=fused):
+            assert "blocks.0.attn1: " in said and "replaced by after_a_patch" in said
