@@ -13,7 +13,7 @@ from lightning_videoscale.cli import build_parser
 from tests.cli.test_main import COMMANDS
 
 OF_OTHERS = {
-    "--nproc-per-node", "--no-python", "--module",  # torchrun
+    "--nproc-per-node", "--no-python", "--module", "--rdzv-backend", "--standalone",  # torchrun
     "--dereference", "--concatenate",  # tar
     "--distribution",  # srun
     "--std", "--gpu-architecture", "--extra-device-vectorization",  # nvcc and NVRTC
