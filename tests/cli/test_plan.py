@@ -64,7 +64,7 @@ def test_without_a_balance_all_three_are_compared(shapes: str, capsys: pytest.Ca
 def test_equal_costs_or_diverse_steps_go_first_and_both_are_shown(
     shapes: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mix = ("--shapes", shapes, "--standard-mix", "--dp-size", "512", "--samples", "50000", "--balance", "planned")
+    mix = ("--shapes", shapes, "--standard-mix", "--dp-size", "256", "--samples", "50000", "--balance", "planned")
     equal, diverse = run(capsys, *mix), run(capsys, *mix, "--min-diversity", "0.8")
     assert equal["diversity"] < 0.75 and diverse["diversity"] == pytest.approx(0.8, abs=0.05)
     assert equal["cost_cv"] < diverse["cost_cv"] and equal["tokens_per_cost"] > diverse["tokens_per_cost"]

@@ -6,11 +6,11 @@ step is K rows. Within each row the micro-batches are dealt such that the ranks'
 costliest to the rank that has least so far (LPT), rows that differ most first.
 
 Micro-batches of nearly equal cost are found without leaving the order of the stream far behind: all are sorted by cost
-and cut into *bands*, see `bands`; each band, back in the order of the stream, is cut into rows, and rows follow each
-other by their place in the stream. A wide band mixes more shapes in a row, a narrow one balances better: bands are as
-narrow as a diversity of the steps allows. Which of the two goes first where both cannot be had is the caller's choice:
-a diversity that is asked for makes bands as wide as it takes, else ranks wait for a bearable share of the time. What is
-in a band with few others waits longer for company.
+and cut into *bands*; each band, back in the order of the stream, is cut into rows, and rows follow each other by their
+place in the stream. A wide band mixes more shapes in a row, a narrow one balances better: bands are as narrow as a
+diversity of the steps allows. Which of the two goes first where both cannot be had is the caller's choice: a diversity
+that is asked for makes bands as wide as it takes, else they stay bearable. What is in a band with few others waits
+longer for company.
 
 A row of images has many samples, one of long clips few. Which rows make a step costs nothing, so they are exchanged
 between a few steps in a row until all of these hold as many. Else a sample would count for more in a step of few; and
@@ -20,19 +20,16 @@ where it does not, gradients of steps would differ in size.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_videoscale.data.planning.bands import BandCuts
 from lightning_videoscale.data.planning.diversity import ENOUGH, diversity
 from lightning_videoscale.data.planning.seeded_random import SeededRandom
 
-# Of bands: from next to nothing to one for all. These are exact, where ranks' processors may round powers otherwise.
-_WIDTHS = [quarters * 2.0**power for power in range(-8, 4) for quarters in (1, 1.25, 1.5, 1.75)]
-_BEARABLE = 0.08  # of the time, that ranks wait where balance goes first
+# Costs of a band differ by these factors at least and, where balance goes first, at most, e to the power of them.
+_NARROWEST, _BEARABLE = 0.005, 0.25
+_PRECISION = 0.004  # to which the width is found
 _GOLDEN = (math.sqrt(5) - 1) / 2  # whose multiples, modulo 1, are evenly apart however many there are
 _FEW = 16  # steps that exchange rows, at most
 
@@ -91,19 +88,21 @@ def balanced(
     # So few that no sample waits much longer. Where all count alike, an exchange would gain nothing.
     few = max(1, int(min(_FEW, max_wait / 4))) if np.ptp(amount) else 1
 
-    bands = BandCuts(cost[by_cost], dp_size, len(cost) / (micro_batches * max_wait))
-
-    def with_bands(cuts: NDArray[np.int64]) -> NDArray[np.int64]:
-        band = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts) * dp_size)
+    def with_bands(width: float) -> NDArray[np.int64]:
+        band = _bands(cost[by_cost], dp_size, micro_batches, max_wait, width)
         rows = by_cost[np.lexsort((position[by_cost], band))].reshape(-1, dp_size)
         in_time = rows[np.argsort(position[rows].mean(axis=1), kind="stable")]
         return in_time[_evened(np.arange(len(rows)).reshape(-1, micro_batches), amount[in_time].sum(axis=1), few)]
 
-    def is_diverse(cuts: NDArray[np.int64]) -> bool:
-        return diversity(shape_id[with_bands(cuts)].reshape(-1, micro_batches * dp_size)) >= wanted
-
-    wanted, bearable = (ENOUGH, _BEARABLE) if min_diversity is None else (min_diversity, math.inf)
-    steps = _deal(with_bands(_narrowest(bands, is_diverse, bearable)), cost)
+    wanted, widest = (ENOUGH, _BEARABLE) if min_diversity is None else (min_diversity, _all_of(cost))
+    too_narrow, wide_enough = _NARROWEST, widest
+    while wide_enough - too_narrow > _PRECISION:
+        width = (too_narrow + wide_enough) / 2
+        if diversity(shape_id[with_bands(width)].reshape(-1, micro_batches * dp_size)) < wanted:
+            too_narrow = width
+        else:
+            wide_enough = width
+    steps = _deal(with_bands(wide_enough), cost)
     ranks = np.argsort(draws.uniform(len(steps) * dp_size).reshape(-1, dp_size), axis=1, kind="stable")
     steps = np.take_along_axis(steps, ranks[:, None, :], axis=2).transpose(0, 2, 1)
     if micro_batches == 1:
@@ -112,19 +111,25 @@ def balanced(
     return steps[np.lexsort((draws.uniform(len(steps)), np.arange(len(steps)) // few))]
 
 
-def _narrowest(bands: BandCuts, is_diverse: Callable[[NDArray[np.int64]], bool], bearable: float) -> NDArray[np.int64]:
-    """The narrowest cuts that are diverse; where these wait for longer than is bearable, the widest that do not."""
+def _all_of(cost: NDArray[np.float64]) -> float:
+    """Width of a band that holds all costs."""
+    return float(np.log(cost.max() / cost.min())) + _NARROWEST
 
-    def is_wide(width: float) -> bool:
-        cuts = bands.best(width)
-        return bands.waits(cuts) > bearable or is_diverse(cuts)
 
-    found = bisect_left(_WIDTHS, True, hi=len(_WIDTHS) - 1, key=is_wide)
-    wide, narrow = (bands.best(_WIDTHS[number]) for number in (found, max(0, found - 1)))
-    tried = bands.between(wide, narrow)
-    first = bisect_left(tried, True, hi=len(tried) - 1, key=lambda cuts: bands.waits(cuts) <= bearable)
-    last = bisect_left(tried, True, key=lambda cuts: not is_diverse(cuts)) - 1
-    return tried[max(first, last)]
+def _bands(
+    cost: NDArray[np.float64], dp_size: int, micro_batches: int, max_wait: float, width: float
+) -> NDArray[np.int64]:
+    """Number of the band of each micro-batch, by falling cost; every band is a whole number of rows."""
+    total = len(cost)
+    logarithm = -np.log(cost)
+    least = total / (micro_batches * max_wait)
+    edges = [0]
+    while (start := edges[-1]) < total:
+        wide = int(np.searchsorted(logarithm, logarithm[start] + width, side="right")) - start
+        rows = math.ceil(max(wide, least) / dp_size)
+        end = start + rows * dp_size
+        edges.append(total if total - end < least / 2 else end)
+    return np.repeat(np.arange(len(edges) - 1), np.diff(edges))
 
 
 def _evened(steps: NDArray[np.int64], amount: NDArray[np.float64], few: int) -> NDArray[np.int64]:
