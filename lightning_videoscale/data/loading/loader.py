@@ -128,9 +128,11 @@ class PlannedSampler(DistributedSampler[MicroBatch]):
         self._forget(micro_batches)
         return [part for part in self._parts if part.plan.window is window][-1]
 
-    def state_dict(self, micro_batches: int, *how: bool) -> dict[str, Any]:
+    def state_dict(
+        self, micro_batches: int, is_over: bool = False, has_ended: bool = False, repeats: bool = False
+    ) -> dict[str, Any]:
         """Returns the state of the epoch after a number of micro-batches, see `Progress.state_dict`."""
-        return self._part_of(micro_batches).state_dict(micro_batches, *how)
+        return self._part_of(micro_batches).state_dict(micro_batches, is_over, has_ended, repeats)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """The epoch, or what is left of it; where another pass over it is under way or over, all of it beside that one.
