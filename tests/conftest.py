@@ -63,14 +63,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Looks for no garbage while files are imported, and later only in what tests make: little of the rest ever is."""
+    """Looks for garbage only between test files, and there in what tests make: little of the rest ever is."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.collect()
         gc.freeze()
-        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -109,11 +108,20 @@ def nothing_compiled() -> Iterator[None]:
         torch._dynamo.reset()
 
 
-@pytest.fixture
-def nothing_frozen() -> Iterator[None]:
-    """Takes back for one test that what was imported is frozen, as strategies leave alone who does that."""
-    gc.unfreeze()
+@pytest.fixture(autouse=True, scope="module")
+def no_garbage() -> Iterator[None]:
+    """Frees what the tests of a file left in cycles: Trainers, with their models."""
     yield
+    gc.collect()
+
+
+@pytest.fixture
+def collector() -> Iterator[None]:
+    """Python's garbage collector as a user has it: on, and with nothing frozen."""
+    gc.unfreeze()
+    gc.enable()
+    yield
+    gc.disable()
     gc.collect()
     gc.freeze()
 

@@ -11,7 +11,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import lightning_videoscale as vs
 from lightning_videoscale.cli import build_parser
@@ -133,9 +135,31 @@ def test_the_tables_of_measured_balance_are_those_of_the_files() -> None:
         assert f"{figures} |" in tables, f"{row['balance']}, K = {row['micro_batches']}"
 
 
+@pytest.mark.parametrize("name", ["schedules_by_graphs", "schedules_by_graphs_repeated"])
+def test_the_tables_of_schedules_on_two_gpus_are_those_of_the_files(name: str) -> None:
+    """Forward and backward together, over the compute alone of the same round."""
+    columns = [
+        "serial, collective",
+        "sliced, collective",
+        "serial, symmetric",
+        "overlap, symmetric",
+        "sliced, symmetric",
+    ]
+    seconds: dict[tuple[int, int], dict[str, NDArray[np.float64]]] = {}
+    for row in results(f"parallel/{name}-h200x2"):
+        if row["part"] == "layer" and "round_medians_ms" in row:
+            cell, variant = (row["batch_size"], row["s_local"]), f"{row['schedule']}, {row['transport']}"
+            of_cell = seconds.setdefault(cell, {})
+            of_cell[variant] = of_cell.get(variant, 0) + np.array(row["round_medians_ms"])
+    tables = (ROOT / "docs" / "schedules.md").read_text()
+    for (samples, tokens), variants in seconds.items():
+        over = (f"{np.median(variants[column] / variants['alone, ']):.3f}" for column in columns)
+        assert " | ".join([f"| {samples}, {tokens // 1000} {tokens % 1000:03}", *over]) in tables
+
+
 def test_the_table_of_the_longest_lengths_is_that_of_the_file() -> None:
     table = (ROOT / "docs" / "measured.md").read_text()
-    for row in results("cost/longest-h200x2"):
+    for row in results("cost/longest-h200x2") + results("cost/longest_eighth-h200x2"):
         how = "yes" if row["checkpointing"] else "no", "fused" if row["fused"] else "eager"
         tokens = (f"{row[name]:,}".replace(",", " ") for name in ("longest_fitted_tokens", "predicted_tokens"))
         outcomes = (row[name]["outcome"].replace("_", " ") for name in ("at_0.95", "at_1.05"))

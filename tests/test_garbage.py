@@ -9,7 +9,7 @@ import pytest
 
 from lightning_videoscale.garbage import ShortCollections
 
-pytestmark = pytest.mark.usefixtures("nothing_frozen")
+pytestmark = pytest.mark.usefixtures("collector")
 
 
 class Cycle:

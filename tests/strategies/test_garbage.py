@@ -13,7 +13,7 @@ from lightning_videoscale.strategies import SequenceParallelDDPStrategy
 from tests.distributed.wan_training import RectifiedFlow
 from tests.strategies.fsdp2.training import clips, trainer
 
-pytestmark = pytest.mark.usefixtures("nothing_frozen")
+pytestmark = pytest.mark.usefixtures("collector")
 
 
 class Places(pl.Callback):
