@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -25,6 +26,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.keyword or any("::" in argument for argument in config.args):
         raise pytest.UsageError("Whole files are recorded: run without -k and without names of tests.")
     config.pluginmanager.register(Recording(commit))
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_on_gpus() -> Iterator[None]:
+    """Frees models in cycles after each test, where other tests do after each file: the next may need their memory."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
