@@ -135,6 +135,22 @@ def test_the_tables_of_measured_balance_are_those_of_the_files() -> None:
         assert f"{figures} |" in tables, f"{row['balance']}, K = {row['micro_batches']}"
 
 
+def test_the_table_of_all_beside_what_there_is_without_is_that_of_the_file() -> None:
+    page = (ROOT / "docs" / "measured.md").read_text()
+    rehearsed: dict[str, list[float]] = {}
+    for row in results("suite/today-h200x2"):
+        if row.get("round") == -1:
+            rehearsed.setdefault(row["variant"], []).append(row["tokens_per_second"])
+            continue
+        over = "1" if row["variant"] == "today" else f"{row['over_today']:.2f}"
+        spreads = (f"{row[name]:.1%}".replace("%", " %") for name in ("cv_step_mean", "cv_step_median"))
+        speed = f"{row['tokens_per_second']:,.0f}".replace(",", " ")
+        assert f" | {' | '.join([speed, over, *spreads])} |" in page, row
+    first, _, third = rehearsed["today"]
+    gains = [of_all / today for of_all, today in zip(rehearsed["all"], (first, third), strict=True)]
+    assert " and ".join(f"{gain:.2f}" for gain in gains) in page
+
+
 @pytest.mark.parametrize("name", ["schedules_by_graphs", "schedules_by_graphs_repeated"])
 def test_the_tables_of_schedules_on_two_gpus_are_those_of_the_files(name: str) -> None:
     """Forward and backward together, over the compute alone of the same round."""
