@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
@@ -123,3 +124,40 @@ def test_what_is_refused_and_why(ranks: Ranks) -> None:
     assert "['scale']" in bare and "manual optimization" in bare
     assert "['EMAWeightAveraging']" in average and "SequenceParallelFSDP2Strategy" in average
     assert "['StochasticWeightAveraging']" in swa
+
+
+class ByMuon(RectifiedFlow):
+    """Matrices are trained by Muon, whose steps look at whole matrices, and all else by AdamW."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor]) -> None:  # type: ignore[override]
+        optimizers: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.ndim == 2]
+        others = [p for p in self.parameters() if p.ndim != 2]
+        return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=1e-3)
+
+
+def train_by_muon(strategy: Callable[..., Any]) -> tuple[dict[str, Tensor], float]:
+    module = ByMuon()
+    before = {path: parameter.detach().clone() for path, parameter in module.named_parameters()}
+    # It makes steps orthogonal in bfloat16, where sums in another order differ.
+    with lifted_float_casts(), patch.object(Tensor, "bfloat16", lambda x: x):
+        trainer(strategy(), plugins=[DoublePrecision()]).fit(module, clips(torch.float64))
+    after = {path: assembled(parameter) for path, parameter in module.named_parameters()}
+    return after, gradient_error(after, before)
+
+
+def test_muon(ranks: Ranks) -> None:
+    expected, moved = ranks(1).run(train_by_muon, ddp)[0]
+    assert moved > 1e-2
+    for got, _ in ranks(2).run(train_by_muon, fsdp2):
+        assert gradient_error(got, expected) <= 1e-10
