@@ -68,7 +68,7 @@ def test_the_restart_lowers_the_budget_and_finishes(ranks: Ranks, tmp_path: Path
         assert "[rank 0] The first error of the job was on rank 1: OutOfMemoryError" in output, output
 
     (incident,) = kept_in([str(folder)])
-    assert HELD < incident.tokens <= BUDGET.m_mem and f"B * S = {incident.tokens}, M_mem = 320" in output
+    assert HELD < incident.tokens <= BUDGET.m_mem and f"B * S = {incident.tokens:g}, M_mem = 320" in output
     results = ranks(2).run(train, shards, str(folder), strategy, str(folder / "last.ckpt"))
     for result in results:
         assert result["m_mem"] == incident.m_mem_after
