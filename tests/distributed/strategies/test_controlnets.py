@@ -10,10 +10,11 @@ import pytest
 import torch
 from diffusers import FluxControlNetModel, QwenImageControlNetModel
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from tests.distributed.families.harness import Case, lifted_casts
 from tests.distributed.families.test_parity import FAMILIES
+from tests.distributed.families.test_training import Inputs
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import assembled
 from tests.models import gradient_error
@@ -21,20 +22,12 @@ from tests.strategies.fsdp2.training import ddp, fsdp2, trainer
 
 Ranks = Callable[[int], ProcessPool]
 
-STEPS = 2
 
-
-class Pictures(Dataset[dict[str, Any]]):
-    """A batch for each step, with what the ControlNet is given beside it."""
-
-    def __init__(self, case: Case) -> None:
-        self._case = case
-
-    def __len__(self) -> int:
-        return STEPS
+class Pictures(Inputs):
+    """What the ControlNet is given comes beside what both networks take."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        inputs = dict(FAMILIES[self._case.family].inputs(self._case, index))
+        inputs = super().__getitem__(index)
         generator = torch.Generator().manual_seed(index)
         shown = torch.randn(inputs["hidden_states"].shape, generator=generator, dtype=torch.float64)
         return {name: value for name, value in inputs.items() if value is not None} | {"controlnet_cond": shown}
@@ -72,7 +65,7 @@ def train(family: str, strategy: Callable[..., Any], settings: dict[str, Any]) -
     case = Case(family)
     module = Controlling(case)
     with lifted_casts():
-        trainer(strategy(**settings)).fit(module, DataLoader(Pictures(case), batch_size=None, shuffle=False))
+        trainer(strategy(**settings)).fit(module, DataLoader(Pictures(case), batch_size=None))
     return {name: assembled(parameter) for name, parameter in module.controlnet.named_parameters()}
 
 
