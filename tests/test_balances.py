@@ -177,6 +177,7 @@ def started(script: str, environment: dict[str, str]) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
+@pytest.mark.full
 def test_a_dry_run_goes_on_where_it_ended_and_is_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,7 @@ if not task["fails"]:
 """
 
 
+@pytest.mark.full
 def test_the_first_rank_answers_or_the_script_is_named(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

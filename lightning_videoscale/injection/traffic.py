@@ -95,8 +95,11 @@ def _of_modules(block: nn.Module, width: int) -> Iterator[Traffic]:
             yield Traffic(owner, "norm", each * (_inner(owner) if _is_attention(owner) else width))
         elif _is_activation(module) and not any(word in name for word in _MODULATED):
             yield Traffic(owner, "activation", ACTIVATION * _widest(owner))
-        elif _is_attention(module) and _is_rotated(name, module):
-            yield Traffic(owner, "rotation", 2 * ROTATION * _inner(module))
+        elif _is_attention(module):
+            if _is_rotated(name, module):
+                yield Traffic(owner, "rotation", 2 * ROTATION * _inner(module))
+        elif name and _is_owner(module) and not any(map(_is_activation, module.modules())):
+            yield Traffic(owner, "activation", ACTIVATION * _gated(module))
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -159,6 +162,12 @@ def _inner(attention: nn.Module) -> int:
 def _widest(owner: nn.Module) -> int:
     """Channels between the two Linears of a feed-forward; none where it has no Linears."""
     return max((out for _, (_, out) in _linears(owner)), default=0)
+
+
+def _gated(feed_forward: nn.Module) -> int:
+    """Channels of all Linears into the widest, for one that calls its activation: a gate has a Linear for itself."""
+    widest = _widest(feed_forward)
+    return sum(out for _, (_, out) in _linears(feed_forward) if out == widest)
 
 
 def _vectors(block: nn.Module, width: int) -> int:

@@ -46,7 +46,9 @@ def start(step_time: Any = TRUTH, target_sync: float | None = 1.0) -> Recalibrat
     return Recalibration(Calibration(TimeBudget(2 * LONGEST, 1.0, step_time), step_time), target_sync, LONGEST)
 
 
-@pytest.mark.parametrize(("micro_batches", "factor", "p_error"), [(4, 2.0, 0.3), (1, 0.5, -0.3)])
+@pytest.mark.parametrize(
+    ("micro_batches", "factor", "p_error"), [(4, 2.0, 0.3), pytest.param(1, 0.5, -0.3, marks=pytest.mark.full)]
+)
 def test_wrong_costs_are_corrected_and_stay_so(micro_batches: int, factor: float, p_error: float) -> None:
     world = world_of(footage(), 20_000, 1.9, dp_size=4, micro_batches=micro_batches)
     result = simulate(world, wrong(world.truth, factor, p_error), steps=2000)

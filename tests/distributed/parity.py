@@ -54,6 +54,7 @@ class Case:
         float32: Whether to compute in float32, with the model's own casts; else in float64 without them.
         steps: Of the optimizer.
         graphs: Whether the network runs by CUDA graphs where it can.
+        verified: Whether the split network is compared with the whole one when it is first called.
     """
 
     backend: str = "ddp"
@@ -72,6 +73,7 @@ class Case:
     float32: bool = False
     steps: int = STEPS
     graphs: bool = False
+    verified: bool = True
 
     @property
     def is_zero(self) -> bool:
@@ -82,7 +84,7 @@ class Case:
         """The same training on one device."""
         clips = self.mesh[0] * self.batch_size
         one = replace(self, backend="ddp", mesh=(1, 1, 1), checkpointing=None, batch_size=clips)
-        return replace(one, attention="auto", schedule="serial", graphs=False)
+        return replace(one, attention="auto", schedule="serial", graphs=False, verified=False)
 
     def file(self, folder: Path) -> Path:
         """Where the result of this training on one device is kept."""
@@ -173,7 +175,7 @@ def _strategy(case: Case) -> Any:
     _, ring, ulysses = case.mesh
     shared: dict[str, Any] = {"ring_size": ring, "ulysses_size": ulysses}
     shared |= {"attention_backend": case.attention, "schedule": case.schedule}
-    shared["activation_checkpointing"] = case.checkpointing == "strategy"
+    shared |= {"activation_checkpointing": case.checkpointing == "strategy", "verify_plan": case.verified}
     if case.graphs:
         shared |= {"graphs": True, "graphs_max_memory": 0.5}
     if case.is_zero:

@@ -94,7 +94,14 @@ def prepared(tmp_path_factory, footage):
     return folder
 
 
-@pytest.mark.parametrize("name", ["demo_hunyuan_video.yaml", "demo_ltx.yaml", "demo_cogvideox.yaml"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "demo_ltx.yaml",
+        pytest.param("demo_hunyuan_video.yaml", marks=pytest.mark.full),
+        pytest.param("demo_cogvideox.yaml", marks=pytest.mark.full),
+    ],
+)
 def test_a_family_trains_on_two_ranks_as_on_one(ranks, prepared, name):
     alone = ranks(1).run(losses, CONFIGS / name, prepared, 1)
     assert len(alone[0]) == 2

@@ -21,7 +21,10 @@ from tests.distributed.families.test_parity import FAMILIES
 # Not pointwise or a norm: products, attention, and what only moves tokens, such as before an exchange of heads.
 OTHERS = ("mm", "attention", "convolution", "cat", "clone", "copy", "empty", "stack", "repeat", "pad", "index", "_view")
 LENGTH = {"frames": 4, "side": 8, "batch": 1}
-SOME = ("wan", "wan_animate", "hunyuan_video", "ltx2", "mochi", "cosmos", "flux", "chroma", "cogview4", "flux2")
+SOME = (
+    *("wan", "wan_animate", "hunyuan_video", "ltx2", "mochi", "cosmos", "flux", "chroma", "cogview4", "flux2"),
+    "z_image",  # whose feed-forwards call their activation
+)
 
 
 class Moved(TorchDispatchMode):

@@ -217,14 +217,14 @@ def layer_norms_in_float32() -> Iterator[None]:
         yield
 
 
-def errors(name: str, place: int, *, autocast: bool) -> tuple[float, float]:
+def errors(name: str, place: int, *, autocast: bool, batches: int = 6) -> tuple[float, float]:
     """Of fused and eager gradients, over batches enough for their ratio to mean something."""
     family, case = FAMILIES[name], Case(name, settings=FAMILIES[name].variants[place], float32=True)
     eager = model_of(name, place) if autocast else half(model_of(name, place))
     fused, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
     inject_fused_kernels(fused)
     squares, of_outputs = [0.0, 0.0], [0.0, 0.0]
-    for batch in range(6):
+    for batch in range(batches):
         inputs = cast(family.inputs(case, batch), torch.float32 if autocast else torch.bfloat16)
         with lifted_casts():
             exact_outputs, right = run(exact, cast(inputs, torch.float64))
@@ -251,7 +251,10 @@ def test_in_bfloat16_the_same_bits_and_gradients_as_exact(name: str, place: int)
 
 @pytest.mark.parametrize(("name", "place"), mostly_full(CASES, [("hunyuan_video", 2), ("ltx", 2), *LATER]))
 def test_under_autocast_gradients_as_exact(name: str, place: int) -> None:
+    """Of a batch alone, the ratio is 0.8 to 1.2: where six say too much, ten times as many decide."""
     fused, eager = errors(name, place, autocast=True)
+    if fused > 1.05 * eager:
+        fused, eager = errors(name, place, autocast=True, batches=60)
     assert fused <= 1.05 * eager
 
 

@@ -13,7 +13,7 @@ from tests.models.kept import ACTIVATION, CHANNELS, FEED_FORWARD, MODES, kept_by
 from tests.models.test_wan import CASES, Case, per_token, prepared, run
 
 COMPILED = [per_token]
-"""The cases that `make test` compiles; the layers of most others are among its, checkpoints in a test below."""
+"""The cases that `make test` compiles; the layers of most others are among its."""
 
 NO_NORM_OUTPUT = 9 + FEED_FORWARD / CHANNELS
 """q, k, v and result of self-attention, q and result of cross-attention, three branches, what the GELU is given."""
@@ -77,6 +77,7 @@ def test_recomputed_norms_give_the_same_gradients_to_the_bit(case: Case, compile
     assert all(torch.equal(gradient, gradients_again[name]) for name, gradient in gradients.items())
 
 
+@pytest.mark.full
 def test_a_whole_compiled_model_with_activation_checkpointing_and_recomputed_norms() -> None:
     with prepared(CASES[0], torch.float32) as (model, inputs):
         model.enable_gradient_checkpointing()

@@ -71,7 +71,7 @@ def fit(strategy: type, compiled: bool, checkpointing: bool) -> tuple[list[float
 @pytest.mark.parametrize(
     ("strategy", "checkpointing"),
     [
-        (SequenceParallelDDPStrategy, False),
+        pytest.param(SequenceParallelDDPStrategy, False, marks=pytest.mark.full),
         (SequenceParallelFSDP2Strategy, True),
         pytest.param(SequenceParallelDDPStrategy, True, marks=pytest.mark.full),
         pytest.param(SequenceParallelFSDP2Strategy, False, marks=pytest.mark.full),

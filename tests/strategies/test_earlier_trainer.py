@@ -48,7 +48,7 @@ def test_shards_are_not_replicated(ranks: Ranks, tmp_path: Path) -> None:
     ("first", "second", "held"),
     [
         ("ulysses_fsdp2", "ulysses_deepspeed_stage_2", "'transformer.blocks.0'"),
-        ("ulysses_deepspeed_stage_2", "ulysses_ddp", "DeepSpeed"),
+        pytest.param("ulysses_deepspeed_stage_2", "ulysses_ddp", "DeepSpeed", marks=pytest.mark.full),
         ("ulysses_deepspeed_stage_3", "ulysses_fsdp2", "DeepSpeed"),
     ],
 )

@@ -88,8 +88,8 @@ def load_saved(adapter: str | None, folder: Path) -> dict[str, Tensor]:
     ("strategy", "adapter"),
     [
         (fsdp2, "diffusers"),
-        (fsdp2, None),
-        pytest.param(zero3, "peft", marks=needs_deepspeed),
+        pytest.param(fsdp2, None, marks=pytest.mark.full),
+        pytest.param(zero3, "peft", marks=[needs_deepspeed, pytest.mark.full]),
         pytest.param(zero3, None, marks=needs_deepspeed),
         pytest.param(fsdp2, "peft", marks=pytest.mark.full),
         pytest.param(zero3, "diffusers", marks=[needs_deepspeed, pytest.mark.full]),

@@ -64,8 +64,14 @@ class Reading(Looking):
         self.first = [*islice(trainer.train_dataloader, 2)]
 
 
-@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_start", "on_train_batch_end"])
-@pytest.mark.parametrize("settings", [{}, {"window": 30}, {"num_workers": 1}])
+@pytest.mark.parametrize(
+    ("hook", "settings"),
+    [  # each hook with one of the settings; with all of them in `make test-full`
+        pytest.param(hook, settings, marks=() if i == j else pytest.mark.full)
+        for i, hook in enumerate(("on_train_batch_end", "on_train_batch_start", "on_train_epoch_start"))
+        for j, settings in enumerate(({}, {"window": 30}, {"num_workers": 1}))
+    ],
+)
 def test_batches_that_a_hook_reads_are_not_taken(
     shards: str, tmp_path: Path, hook: str, settings: dict[str, Any]
 ) -> None:

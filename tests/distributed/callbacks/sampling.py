@@ -84,7 +84,7 @@ def strategy(name: str, sp: int) -> Any:
     if name == "auto":
         return "auto"
     if name.startswith("zero"):
-        return SequenceParallelDeepSpeedStrategy(int(name[-1]), ulysses_size=sp)
+        return SequenceParallelDeepSpeedStrategy(int(name[-1]), ulysses_size=sp, verify_plan=False)  # as `Run` does
     return {"ddp": SequenceParallelDDPStrategy, "fsdp2": SequenceParallelFSDP2Strategy}[name](ulysses_size=sp)
 
 

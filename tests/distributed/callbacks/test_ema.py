@@ -16,7 +16,7 @@ from tests.distributed.zero import needs_deepspeed
 Ranks = Callable[[int], ProcessPool]
 
 STRATEGIES = [
-    ("ddp", 2),
+    pytest.param("ddp", 2, marks=pytest.mark.full),
     ("fsdp2", 2),
     pytest.param("zero1", 1, marks=[needs_deepspeed, pytest.mark.full]),
     pytest.param("zero2", 2, marks=[needs_deepspeed, pytest.mark.full]),

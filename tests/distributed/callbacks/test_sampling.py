@@ -43,7 +43,7 @@ def alone(ranks: Ranks, parts: Path, tmp_path_factory: pytest.TempPathFactory) -
         ("ddp", 1),
         pytest.param("ddp", 2, marks=pytest.mark.full),
         pytest.param("fsdp2", 1, marks=pytest.mark.full),
-        ("fsdp2", 2),
+        pytest.param("fsdp2", 2, marks=pytest.mark.full),
         pytest.param("zero3", 1, marks=[needs_deepspeed, pytest.mark.full]),
         pytest.param("zero3", 2, marks=needs_deepspeed),
     ],

@@ -23,7 +23,7 @@ from lightning_videoscale.injection import inject_fused_kernels
 from lightning_videoscale.parallel import SequenceMesh, parallelize
 from lightning_videoscale.parallel.auxiliary_loss import context_of
 from tests.distributed.families.harness import Case, run
-from tests.distributed.families.test_parity import FAMILIES, FUSED, LENGTHS
+from tests.distributed.families.test_parity import FAMILIES, FUSED, LENGTHS, one_of_each_kind
 from tests.distributed.pool import ProcessPool
 
 Ranks = Callable[[int], ProcessPool]
@@ -74,7 +74,7 @@ def objections(cases: list[Case]) -> list[tuple[list[str | None], bool, bool]]:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", one_of_each_kind(FAMILIES))
 def test_a_family_can_run_by_graphs(ranks: Ranks, family: str) -> None:
     cases = [
         Case(family, (1, 1, 2), {**LENGTHS[0], **variant}, place % 2 == 0, float32=True, fused=family in FUSED)

@@ -110,7 +110,9 @@ def ratios_to_serial(found: Errors, kind: str) -> list[float]:
     return [x / y for name in HIDING for x, y in zip(found[name][kind], found["serial"][kind], strict=True)]
 
 
-@pytest.mark.parametrize("family", ["flux", "cogvideox", "ltx"])
+@pytest.mark.parametrize(
+    "family", ["flux", *(pytest.param(name, marks=pytest.mark.full) for name in ("cogvideox", "ltx"))]
+)
 def test_attention_is_as_near_to_float64(ranks: Ranks, family: str) -> None:
     found = ranks(2).run(errors, family, range(2))[0]
     assert min(found["serial"]["output"]) > 1e-5

@@ -78,6 +78,7 @@ def compiled() -> tuple[float, Tensor]:
         return found, pass_of(split, MASK.double())[0]
 
 
+@pytest.mark.full
 def test_compiled_code_makes_nan_of_a_bias(ranks: Ranks) -> None:
     for found, output in ranks(2).run(compiled):
         assert found < 1e-12

@@ -24,7 +24,7 @@ Ranks = Callable[[int], ProcessPool]
 LENGTHS: list[dict[str, Any]] = [{"frames": 2 + n, "text": 5 + 3 * n % 7} for n in range(10)]
 """Of more buckets than Dynamo compiles anew for; over two ranks video and text are even or not.
 
-The first three have both kinds, too: `make test` runs these."""
+The first three have both kinds, too."""
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "cogvideox": [{}, {"rotary": False, "text": 7}],  # whose table of positions has the text, too
@@ -82,6 +82,7 @@ def check(
             assert {graphs[1], graphs[-1]} == {2 * each}
 
 
+@pytest.mark.full  # in `make test`, those of one family over another transport: test_untraceable_transport.py
 @pytest.mark.parametrize("family", ["cogvideox"])
 def test_split_blocks_share_two_graphs_of_all_lengths(ranks: Ranks, family: str) -> None:
     check(ranks, family, (1, 2), SETTINGS[family][0], LENGTHS[:3])

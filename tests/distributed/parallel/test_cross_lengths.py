@@ -133,7 +133,7 @@ def compiled_errors(ring: int, ulysses: int, case: Case) -> list[float]:
     return [float((got - expected).abs().max()) for expected, got in zip(*results, strict=True)]
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), pytest.param(2, 1, marks=needs_traced_ring)])
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), pytest.param(2, 1, marks=[needs_traced_ring, pytest.mark.full])])
 def test_a_layer_between_two_sequences_compiles_to_one_graph(ranks: Ranks, ring: int, ulysses: int) -> None:
     case = Case(0, 2, (4, 3), (1, 2), 5, 1, 8, False) if ulysses > 1 else Case(0, 2, (3, 3), (2, 2), 4, 4, 8, True)
     assert max(map(max, ranks(2).run(compiled_errors, ring, ulysses, case))) <= 1e-12

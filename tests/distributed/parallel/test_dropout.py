@@ -88,7 +88,7 @@ def train(ulysses: int, ring: int, checkpointing: bool, accelerator: str = "cpu"
     return generators.next, module.masks, {name: x.cpu() for name, x in module.state_dict().items()}
 
 
-@pytest.mark.parametrize(("ulysses", "ring"), [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize(("ulysses", "ring"), [(2, 1), pytest.param(4, 1, marks=pytest.mark.full), (2, 2)])
 def test_masks_differ_between_ranks_and_generators_do_not(ranks: Ranks, ulysses: int, ring: int) -> None:
     results = ranks(ulysses * ring).run(train, ulysses, ring, False)
     check(results)
@@ -110,7 +110,7 @@ def check(results: list[tuple[Any, Any, Any]]) -> None:
         assert 0.3 < torch.cat([mask.flatten() for mask in of_ranks]).float().mean() < 0.7
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_recomputation_draws_the_same_masks(ranks: Ranks, size: int) -> None:
     plain = ranks(size).run(train, size, 1, False)
     again = ranks(size).run(train, size, 1, True)

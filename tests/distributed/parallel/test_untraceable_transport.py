@@ -72,8 +72,8 @@ def compiled(family: str, schedule: ScheduleName, checkpointing: bool) -> tuple[
 @pytest.mark.parametrize(
     ("family", "schedule", "checkpointing"),
     [
-        ("wan", "serial", True),
-        pytest.param("cogvideox", "serial", False, marks=pytest.mark.full),
+        ("cogvideox", "serial", False),
+        pytest.param("wan", "serial", True, marks=pytest.mark.full),
         pytest.param("wan", "sliced", False, marks=pytest.mark.full),
         pytest.param("wan", "overlap", True, marks=pytest.mark.full),
         pytest.param("ltx", "serial", True, marks=pytest.mark.full),

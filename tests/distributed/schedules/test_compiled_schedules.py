@@ -100,7 +100,7 @@ def differences(case: Compiled) -> tuple[list[float], list[int]]:
         Compiled("wan", "sliced"),
         Compiled("wan", "overlap", checkpointing=True, lengths=1),
         pytest.param(Compiled("wan", "sliced", lengths=10), marks=pytest.mark.full),
-        Compiled("cogvideox", "sliced", checkpointing=True, lengths=1),
+        pytest.param(Compiled("cogvideox", "sliced", checkpointing=True, lengths=1), marks=pytest.mark.full),
         pytest.param(Compiled("cogvideox", "sliced", lengths=2), marks=pytest.mark.full),
         pytest.param(Compiled("cogvideox", "overlap", lengths=2), marks=pytest.mark.full),
         pytest.param(Compiled("wan", "overlap", checkpointing=True, lengths=2), marks=pytest.mark.full),
@@ -131,7 +131,8 @@ def test_text_with_weights_of_its_own(ranks: Ranks, case: Compiled) -> None:
         assert max(errors) < (1e-6 if case.family == "mochi" else 1e-12)  # which casts to float32 inside
 
 
-@pytest.mark.parametrize("family", ["wan", pytest.param("flux", marks=pytest.mark.full)])
+@pytest.mark.full  # of eager blocks, in test_schedules.py
+@pytest.mark.parametrize("family", ["wan", "flux"])
 def test_ranks_may_differ_in_their_projections(ranks: Ranks, family: str) -> None:
     for errors, _ in ranks(2).run(differences, Compiled(family, "sliced", hooked=True, lengths=1)):
         assert max(errors) < 1e-12

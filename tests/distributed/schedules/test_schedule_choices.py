@@ -285,7 +285,7 @@ def train_both(folder: Path, checkpointed: bool) -> tuple[float, float, set[str]
     return difference, gradient_error(mine, gradients), {*seen, *schedules.chosen.values()}
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("checkpointed", [pytest.param(False, marks=pytest.mark.full), True])
 def test_losses_are_serials_also_where_the_schedule_changes_within_a_run(
     ranks: Ranks, tmp_path: Path, checkpointed: bool
 ) -> None:

@@ -57,7 +57,7 @@ STREAMS = pytest.mark.parametrize("text", [False, True], ids=["one stream", "two
 
 
 @STREAMS
-@LAYOUTS
+@pytest.mark.parametrize(("size", "ring"), [(2, 1), (3, 1), pytest.param(4, 1, marks=pytest.mark.full), (4, 2)])
 def test_layers_of_random_shapes_equal_serial_ones(ranks: Ranks, size: int, ring: int, text: bool) -> None:
     check_layers(ranks, size, ring, text, 5)
 

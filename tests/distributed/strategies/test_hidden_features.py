@@ -116,8 +116,14 @@ def train(kind: type[SGDFlow], strategy: Callable[..., Any]) -> dict[str, Tensor
     return {name: assembled(parameter) for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.parametrize("strategy", [ddp, fsdp2])
-@pytest.mark.parametrize("kind", [Aligned, Judged, Controlled, Encoded])
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        pytest.param(kind, strategy, marks=() if i % 2 == j else pytest.mark.full)
+        for i, kind in enumerate((Aligned, Judged, Controlled, Encoded))
+        for j, strategy in enumerate((ddp, fsdp2))
+    ],
+)
 def test_features_from_hooks_train_as_on_one_device(
     ranks: Ranks, kind: type[SGDFlow], strategy: Callable[..., Any]
 ) -> None:

@@ -146,7 +146,7 @@ def strategy(case: Case) -> Any:
     "case",
     [
         Case("ddp_unused"),
-        Case("ddp_unused", APART),
+        pytest.param(Case("ddp_unused", APART), marks=pytest.mark.full),
         Case("ddp_unused", APART, accumulation=2),
         Case("ddp", LOW, ("low",)),
         Case("fsdp2"),

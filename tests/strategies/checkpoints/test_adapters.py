@@ -53,7 +53,6 @@ def same(a: Path, b: Path) -> bool:
 
 FAST = [
     ("ddp", "add_adapter", "rslora"),
-    ("fsdp2", "get_peft_model", "dora"),
     ("zero3", "two", "lora"),
 ]
 ALL = [

@@ -69,7 +69,7 @@ def train_and_resume(folder: str, meta: bool) -> list[dict[str, Tensor]]:
     return [straight, resumed]
 
 
-@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("meta", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(ranks: Ranks, tmp_path: Path, meta: bool) -> None:
     for straight, resumed in ranks(2).run(train_and_resume, str(tmp_path), meta):
         for name, parameter in straight.items():
