@@ -47,7 +47,7 @@ def test_shards_are_not_replicated(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("first", "second", "held"),
     [
-        ("ulysses_fsdp2", "ulysses_deepspeed_stage_2", "'transformer.blocks.0'"),
+        pytest.param("ulysses_fsdp2", "ulysses_deepspeed_stage_2", "'transformer.blocks.0'", marks=pytest.mark.full),
         pytest.param("ulysses_deepspeed_stage_2", "ulysses_ddp", "DeepSpeed", marks=pytest.mark.full),
         ("ulysses_deepspeed_stage_3", "ulysses_fsdp2", "DeepSpeed"),
     ],

@@ -169,7 +169,7 @@ def of_two_passes(family: str) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("family", ["skyreels_v2", "kandinsky"])
+@pytest.mark.parametrize("family", ["skyreels_v2", pytest.param("kandinsky", marks=pytest.mark.full)])
 def test_each_of_two_passes_is_recomputed_with_its_own_masks(ranks: Ranks, family: str) -> None:
     for plain, *checkpointed in ranks(2).run(of_two_passes, family):
         for gradients in checkpointed:

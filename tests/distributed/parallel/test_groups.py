@@ -105,7 +105,7 @@ def run_loops(strategy: str, folder: Path, sizes: dict[str, int]) -> None:
     ("strategy", "sizes"),
     [
         pytest.param("ddp", {"ulysses_size": 2}, marks=pytest.mark.full),
-        ("ddp", {"ulysses_size": 2, "ring_size": 2}),
+        pytest.param("ddp", {"ulysses_size": 2, "ring_size": 2}, marks=pytest.mark.full),
         pytest.param("fsdp2", {"ulysses_size": 2}, marks=pytest.mark.full),
         ("fsdp2", {"ulysses_size": 2, "replicas": 2}),
     ],

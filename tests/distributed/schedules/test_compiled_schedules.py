@@ -138,7 +138,8 @@ def test_ranks_may_differ_in_their_projections(ranks: Ranks, family: str) -> Non
         assert max(errors) < 1e-12
 
 
-@pytest.mark.parametrize("family", ["wan", pytest.param("cogvideox", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["wan", "cogvideox"])
 def test_under_autocast(ranks: Ranks, family: str) -> None:
     for errors, _ in ranks(2).run(differences, Compiled(family, "sliced", autocast=True, lengths=1)):
         assert max(errors) < 2e-2

@@ -57,7 +57,9 @@ STREAMS = pytest.mark.parametrize("text", [False, True], ids=["one stream", "two
 
 
 @STREAMS
-@pytest.mark.parametrize(("size", "ring"), [(2, 1), (3, 1), pytest.param(4, 1, marks=pytest.mark.full), (4, 2)])
+@pytest.mark.parametrize(
+    ("size", "ring"), [(3, 1), (4, 2), *(pytest.param(size, 1, marks=pytest.mark.full) for size in (2, 4))]
+)
 def test_layers_of_random_shapes_equal_serial_ones(ranks: Ranks, size: int, ring: int, text: bool) -> None:
     check_layers(ranks, size, ring, text, 5)
 

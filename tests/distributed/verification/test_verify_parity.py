@@ -69,7 +69,7 @@ def verify(strategy: str, plant_a_bug: bool, **arguments: Any) -> ParityReport:
 @pytest.mark.parametrize(
     ("strategy", "arguments"),
     [
-        ("ddp", {"ulysses_size": 2, "ring_size": 2}),
+        pytest.param("ddp", {"ulysses_size": 2, "ring_size": 2}, marks=pytest.mark.full),
         pytest.param("ddp", {"ulysses_size": 2}, marks=pytest.mark.full),
         ("fsdp2", {"ulysses_size": 4}),
         pytest.param("fsdp2", {"ulysses_size": 4, "activation_checkpointing": 0.5}, marks=pytest.mark.full),

@@ -46,7 +46,7 @@ def at(environment: Mapping[str, str], function: Callable[..., Any], *args: Any)
 
 
 CHAINS = [
-    (Run("fsdp2", 1, 1, 2), Run("ddp", 2, 1, 1)),
+    pytest.param((Run("fsdp2", 1, 1, 2), Run("ddp", 2, 1, 1)), marks=pytest.mark.full),
     pytest.param((Run("zero", 2, 1, 1, 3), Run("fsdp2", 1, 1, 2)), marks=needs_deepspeed),
 ]
 
