@@ -69,7 +69,7 @@ def random_case(family: str, seed: int, mesh: tuple[int, int, int]) -> Case:
 
 @pytest.mark.parametrize("family", one_of_each_kind(SLICED))
 def test_a_family_is_exact(ranks: Ranks, family: str) -> None:
-    place = [*SLICED].index(family)
+    place = SLICED.index(family)
     check(ranks, Case(family, (1, 1, 2 + place % 2), LENGTHS[0], checkpointing=place % 3 == 0, schedule="sliced"))
 
 
