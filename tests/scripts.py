@@ -1,4 +1,4 @@
-"""A user's script in a process that is forked from one that has all modules imported."""
+"""A user's script, or torchrun, in a process that is forked from one that has all modules imported."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import os
 import runpy
 import signal
 import sys
+from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
 
 
 class Printed(NamedTuple):
@@ -37,13 +40,19 @@ def run_forked(folder: Path, script: Path, *arguments: str, seconds: float = 240
 
 def start_forked(folder: Path, script: Path, *arguments: str) -> BaseProcess:
     """Starts `python script arguments…` in a folder, in a process group of its own, as a terminal gives it."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.preloaded"])
-    for name in Printed._fields:
-        (folder / name).touch()
-    process = context.Process(target=_run, args=(folder, script, arguments))
-    process.start()
-    return process
+    return _start(folder, _as_main, script, arguments)
+
+
+def start_torchrun(folder: Path, options: list[str], function: Callable[..., None], *args: Any) -> BaseProcess:
+    """Starts `torchrun options…` likewise, with a function in place of a script."""
+    return _start(folder, torchrun, options, function, *args)
+
+
+def torchrun(options: list[str], function: Callable[..., None], *args: Any) -> None:
+    """What `torchrun` does with these options, its ranks forked from this process."""
+    # In place of a script, a function: by the same agent, with the same variables.
+    config, _, _ = config_from_args(parse_args([*options, "--start-method=fork", "train.py"]))
+    elastic_launch(config, function)(*args)
 
 
 def printed_in(folder: Path) -> Printed:
@@ -51,7 +60,17 @@ def printed_in(folder: Path) -> Printed:
     return Printed(*((folder / name).read_text() for name in Printed._fields))
 
 
-def _run(folder: Path, script: Path, arguments: tuple[str, ...]) -> None:
+def _start(folder: Path, function: Callable[..., None], *args: Any) -> BaseProcess:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.preloaded"])
+    for name in Printed._fields:
+        (folder / name).touch()
+    process = context.Process(target=_run, args=(folder, function, args))
+    process.start()
+    return process
+
+
+def _run(folder: Path, function: Callable[..., None], args: tuple[Any, ...]) -> None:
     os.setsid()
     for number, name in enumerate(Printed._fields, 1):
         with (folder / name).open("w") as file:
@@ -61,12 +80,16 @@ def _run(folder: Path, script: Path, arguments: tuple[str, ...]) -> None:
     os.chdir(folder)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.parent))
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        function(*args)
     except Exception:  # the end of a forked process asks neither the hook nor those who wait for the end
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
     finally:
         atexit._run_exitfuncs()
+
+
+def _as_main(script: Path, arguments: tuple[str, ...]) -> None:
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")

@@ -14,12 +14,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from torch.distributed.launcher.api import elastic_launch
-from torch.distributed.run import config_from_args, parse_args
 from torch.utils.data import DataLoader, Subset
 
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy
 from tests.distributed.wan_training import Clips, Record, RectifiedFlow
+from tests.scripts import torchrun
 from tests.strategies.fsdp2.training import trainer
 
 STRATEGIES = {"ddp": SequenceParallelDDPStrategy, "fsdp2": SequenceParallelFSDP2Strategy}
@@ -72,8 +71,5 @@ def train(
 
 
 def launch(command: str, *args: Any) -> None:
-    """What `torchrun` does with these options, its ranks forked from a process that has all modules imported."""
-    # In place of a script, a function: by the same agent, with the same variables.
-    options = shlex.split(command)[1:-1]
-    config, _, _ = config_from_args(parse_args([*options, "--start-method=fork", "train.py"]))
-    elastic_launch(config, train)(*args)
+    """What this command does, its ranks forked from a process that has all modules imported."""
+    torchrun(shlex.split(command)[1:-1], train, *args)

@@ -14,8 +14,10 @@ import pytest
 
 from tests.distributed.pool import ProcessPool
 from tests.distributed.zero import needs_deepspeed
+from tests.scripts import start_torchrun
 from tests.strategies.failures import jobs as forked
 from tests.strategies.failures.failing_training import FAILING_STEP, STEPS, Module, train
+from tests.strategies.failures.test_failure import wait_until_all_ended
 
 Ranks = Callable[[int], ProcessPool]
 LAUNCHERS = {
@@ -96,16 +98,19 @@ def fail(folder: Path, strategy: str, launcher: str, fault: str, rank: int) -> N
     assert seconds < MARGIN + (timeout if fault == "hang" else 0)
 
 
-def end(folder: Path, strategy: str, launcher: str, fault: str, rank: int) -> None:
-    if launcher == "none":
-        fail_without_launcher(folder, strategy, fault, rank)
-    else:
-        fail(folder, strategy, launcher, fault, rank)
-
-
-def train_until(strategy: str, folder: Path, fault: str, rank: int) -> None:
+def train_until(strategy: str, folder: Path, fault: str, rank: int, timeout: float = 60) -> None:
     """Each rank makes its own module: one that is sent to it would share its memory with the other."""
-    train(strategy, folder, Module(fault, rank))
+    train(strategy, folder, Module(fault, rank), timeout=timeout)
+
+
+def fail_under_torchrun(folder: Path, strategy: str, fault: str, rank: int) -> None:
+    """As from the command line, and the ranks are forked: to import takes most of a job's seconds."""
+    timeout, options = 20, ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nproc-per-node=2"]
+    job = start_torchrun(folder, options, train_until, strategy, folder / "checkpoints", fault, rank, timeout)
+    output = wait_until_all_ended(folder, job, seconds=5)
+    check_messages(output, fault, rank, timeout)
+    assert job.exitcode != 0
+    assert time.time() - float(output.split("fails at ")[1].split()[0]) < MARGIN + (timeout if fault == "hang" else 0)
 
 
 def fail_without_launcher(folder: Path, strategy: str, fault: str, rank: int) -> None:
@@ -133,6 +138,7 @@ def check_continuation(ranks: Ranks, folder: Path, strategy: str) -> None:
     assert continued == [pytest.approx(losses[FAILING_STEP:], rel=1e-5) for losses in whole]
 
 
+FORKED = {"torchrun": fail_under_torchrun, "none": fail_without_launcher}
 Case = tuple[str, str, str, int]
 CASES: list[Case] = [
     ("fsdp2", "torchrun", "hang", 1),  # mostly waits, so it comes first
@@ -146,7 +152,10 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, tuple[
     """The folder of each case and its job; two at a time, since a job mostly imports on one core, and waits."""
     with ThreadPoolExecutor(2) as threads:
         folders = {case: tmp_path_factory.mktemp("-".join(map(str, case))) for case in CASES}
-        yield {case: (folder, threads.submit(end, folder, *case)) for case, folder in folders.items()}
+        yield {
+            (strategy, launcher, fault, rank): (folder, threads.submit(FORKED[launcher], folder, strategy, fault, rank))
+            for (strategy, launcher, fault, rank), folder in folders.items()
+        }
 
 
 @needs_deepspeed
