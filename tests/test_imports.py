@@ -122,6 +122,7 @@ for module in sys.argv[1:]:
 """
 
 
+@pytest.mark.full  # `parallel` and `kernels` in `make test`, above
 def test_any_room_may_be_the_first_to_import_lightning() -> None:
     first = ["strategies.ddp", "compat.lightning", "trained_weights", "callbacks.ema"]
     done = subprocess.run([sys.executable, "-c", FIRST, *first], text=True, capture_output=True, timeout=120)

@@ -180,8 +180,12 @@ def _strategy(case: Case) -> Any:
         shared |= {"graphs": True, "graphs_max_memory": 0.5}
     if case.is_zero:
         strategy = SequenceParallelDeepSpeedStrategy(int(case.backend[4]), **shared)
-        # Else DeepSpeed would replace the widened F.linear by its own.
-        strategy.config["zero_optimization"]["memory_efficient_linear"] = False
+        # Else DeepSpeed would replace the widened F.linear by its own, and keep parameters as small as these whole.
+        strategy.config["zero_optimization"] |= {
+            "memory_efficient_linear": False,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,
+        }
         return strategy
     if case.backend == "ddp":
         return SequenceParallelDDPStrategy(**shared)

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -70,22 +70,25 @@ class ProcessPool:
         results: dict[int, Any] = {}
         crowded = False
         while len(results) < self.size:
-            for rank, (process, pipe) in enumerate(self._workers):
-                if rank in results or not (pipe.poll(0.01) or not process.is_alive()):
+            waiting = {rank: worker for rank, worker in enumerate(self._workers) if rank not in results}
+            ends = [end for process, pipe in waiting.values() for end in (pipe, process.sentinel)]
+            ready = wait(ends, timeout=max(deadline - time.monotonic(), 0))
+            if not ready:
+                self.stop()
+                raise AssertionError(f"ranks {[*waiting]} of {self.size} did not finish within {self.timeout} s")
+            for rank, (process, pipe) in waiting.items():
+                if pipe not in ready and process.sentinel not in ready:
                     continue
                 try:
                     ok, value = pipe.recv()
                 except (EOFError, OSError):  # the other end is gone
+                    process.join(5)
                     ok, value = False, f"exit code {process.exitcode}"
                 if not ok:
                     self.stop()
                     raise AssertionError(f"rank {rank} of {self.size} failed:\n{value}")
                 results[rank], threads = value
                 crowded |= self.backend == "gloo" and threads > _MOST_THREADS
-            if time.monotonic() > deadline:
-                missing = sorted(set(range(self.size)) - set(results))
-                self.stop()
-                raise AssertionError(f"ranks {missing} of {self.size} did not finish within {self.timeout} s")
         if crowded:
             self.stop()
         return [results[rank] for rank in range(self.size)]

@@ -30,7 +30,7 @@ def findings_of_ranks(strategy: str, paces: list[Pace]) -> list[dict[str, Any]]:
     return analyzer.history
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.full), "fsdp2"])
 def test_a_slow_rank_is_named(ranks: Ranks, strategy: str) -> None:
     first, second = ranks(2).run(findings_of_ranks, strategy, [Pace(forward=0.9), Pace(forward=0.06)])
     assert first == second, "every rank comes to the same judgement"
