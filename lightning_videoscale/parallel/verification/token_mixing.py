@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_videoscale.compat.torch.trees import quick_leaves
+from lightning_videoscale.compat.torch.trees import COMMON_LEAVES, quick_leaves
 from lightning_videoscale.parallel.context import SequenceContext
 
 _CONVOLUTIONS = {f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3)}
@@ -53,7 +53,7 @@ class TokenMixing(TorchFunctionMode):
         def note(module: nn.Module, values: Any) -> None:
             if not (name := names.get(module)):
                 return
-            if module in attends or any(map(self._is_followed, quick_leaves(values))):
+            if module in attends or self._any_is_followed((values,)):
                 self.region[name] = module
 
         def enter(module: nn.Module, args: Any) -> None:
@@ -82,12 +82,12 @@ class TokenMixing(TorchFunctionMode):
     ) -> Any:
         """Calls the function, after a look at what it is given."""
         kwargs = kwargs or {}
-        from_slices = any(map(self._is_followed, quick_leaves((args, kwargs))))
+        from_slices = self._any_is_followed(args) or self._any_is_followed(kwargs.values())
         if from_slices and self._mixes(getattr(func, "__name__", ""), args, kwargs):
             self.found.append(f"{self._path[-1] if self._path else 'the network'} calls {func.__name__}")
         result = func(*args, **kwargs)
         if from_slices and not _takes_no_values(func):  # a message from other ranks is received in such a tensor
-            results = quick_leaves(result)
+            results = [result] if isinstance(result, Tensor) else quick_leaves(result)
             if getattr(func, "__name__", "") == "qk_norm_rope.default":  # keeps queries and keys apart
                 results = [y for x, y in zip(args[:2], result, strict=False) if self._is_followed(x)]
             for x in results:
@@ -98,6 +98,16 @@ class TokenMixing(TorchFunctionMode):
     def _follow(self, x: Tensor) -> None:
         self._slices[x] = True
         self._seen_ids.add(id(x))
+
+    def _any_is_followed(self, values: Iterable[Any]) -> bool:
+        """Whether one of the values is, or holds one that is; called for whatever a forward pass does with tensors."""
+        for x in values:
+            if type(x) in COMMON_LEAVES:
+                if id(x) in self._seen_ids and self._is_followed(x):
+                    return True
+            elif any(map(self._is_followed, quick_leaves(x))):
+                return True
+        return False
 
     def _is_followed(self, x: Any) -> bool:
         return id(x) in self._seen_ids and isinstance(x, Tensor) and x in self._slices

@@ -68,8 +68,8 @@ def _hooks_behind_the_split(network: nn.Module) -> Iterator[Callable[..., Any]]:
 
 def _forwards_of_users(module: nn.Module) -> Iterator[Callable[..., Any]]:
     """Of the module itself and of its class, if either is."""
-    own = own_forward(module)
-    yield from filter(_is_of_users, (type(module).forward if own is None else own, type(module).forward))
+    own, of_class = own_forward(module), type(module).forward
+    yield from filter(_is_of_users, (of_class,) if own is None else (own, of_class))
 
 
 def _classes_of_users(module: nn.Module) -> Iterator[str]:
@@ -83,19 +83,21 @@ def _is_of_users(function: Any) -> bool:
     return any(home.partition(".")[0] not in _LIBRARIES for home in _homes(_innermost(function)))
 
 
-def _homes(function: Any) -> Iterator[str]:
+def _homes(function: Any) -> list[str]:
     """Where its code is from, and that of all it wraps: functools.wraps has it give itself out for the innermost."""
-    yield str(getattr(function, "__module__", ""))
-    seen: set[int] = set()
-    while function is not None and id(function) not in seen:
-        seen.add(id(function))
-        yield str(getattr(function, "__globals__", {}).get("__name__", "torch"))
-        function = _innermost(getattr(function, "__dict__", {}).get("__wrapped__"))
+    homes = [str(getattr(function, "__module__", ""))]
+    seen: list[Any] = []
+    while function is not None and not any(function is other for other in seen):
+        seen.append(function)
+        homes.append(str(getattr(function, "__globals__", {}).get("__name__", "torch")))
+        wrapped = getattr(function, "__dict__", {}).get("__wrapped__")
+        function = None if wrapped is None else _innermost(wrapped)
+    return homes
 
 
 def _name(function: Any) -> str:
     innermost = _innermost(function)
-    home = next(home for home in reversed([*_homes(innermost)]) if home.partition(".")[0] not in _LIBRARIES)
+    home = next(home for home in reversed(_homes(innermost)) if home.partition(".")[0] not in _LIBRARIES)
     code = getattr(innermost, "__code__", None)  # which functools.wraps does not rename
     name = getattr(innermost, "__qualname__", type(innermost).__qualname__) if code is None else code.co_qualname
     return f"{home}.{name}"
