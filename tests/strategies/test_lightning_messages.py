@@ -144,6 +144,7 @@ print("steps:", runner.callback_metrics["loss"].item() > 0, torch.equal(module.t
 """
 
 
+@pytest.mark.full  # a process that imports everything anew
 def test_notebooks_fork_their_ranks() -> None:
     done = subprocess.run(
         [sys.executable, "-c", NOTEBOOK], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=140

@@ -98,7 +98,7 @@ def differences(case: Compiled) -> tuple[list[float], list[int]]:
     "case",
     [
         Compiled("wan", "sliced"),
-        Compiled("wan", "overlap", checkpointing=True, lengths=1),
+        pytest.param(Compiled("wan", "overlap", checkpointing=True, lengths=1), marks=pytest.mark.full),
         pytest.param(Compiled("wan", "sliced", lengths=10), marks=pytest.mark.full),
         pytest.param(Compiled("cogvideox", "sliced", checkpointing=True, lengths=1), marks=pytest.mark.full),
         pytest.param(Compiled("cogvideox", "sliced", lengths=2), marks=pytest.mark.full),

@@ -145,8 +145,7 @@ def strategy(case: Case) -> Any:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("ddp_unused"),
-        pytest.param(Case("ddp_unused", APART), marks=pytest.mark.full),
+        *(pytest.param(Case("ddp_unused", times), marks=pytest.mark.full) for times in (TOGETHER, APART)),
         Case("ddp_unused", APART, accumulation=2),
         Case("ddp", LOW, ("low",)),
         Case("fsdp2"),

@@ -118,8 +118,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[
     cases: dict[str, tuple[Callable[..., Ended], *tuple[Any, ...]]] = {
         "a child": (fail, "1"),
         "the launcher": (fail, "0", "and_sleep"),
-        "ctrl-c, group": (interrupt, "group"),
-        "ctrl-c, launcher": (interrupt, "launcher"),
+        "ctrl-c": (interrupt, "group"),
     }
     with ThreadPoolExecutor(2) as threads:
         yield {
@@ -141,12 +140,19 @@ def test_an_exception_of_the_launcher_ends_its_peer_that_computes(jobs: dict[str
     assert "[rank0]: ValueError: the actual cause" in ended.output
 
 
-@pytest.mark.parametrize("receiver", ["group", "launcher"])
-def test_ctrl_c_ends_all(jobs: dict[str, Future[Ended]], receiver: str) -> None:
-    ended = jobs[f"ctrl-c, {receiver}"].result()
+def test_ctrl_c_ends_all(jobs: dict[str, Future[Ended]]) -> None:
+    check_interrupted(jobs["ctrl-c"].result())
+
+
+def check_interrupted(ended: Ended) -> None:
     assert ended.seconds < 20
     assert ended.status == 1
     assert "Detected KeyboardInterrupt, attempting graceful shutdown" in ended.output
+
+
+@pytest.mark.full
+def test_an_interrupt_of_the_launcher_alone_ends_all(tmp_path: Path) -> None:
+    check_interrupted(interrupt(tmp_path, "launcher"))
 
 
 @pytest.mark.full
