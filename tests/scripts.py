@@ -8,7 +8,6 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable
-from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
+
+from tests.distributed.forking import forking
 
 
 class Printed(NamedTuple):
@@ -61,11 +62,9 @@ def printed_in(folder: Path) -> Printed:
 
 
 def _start(folder: Path, function: Callable[..., None], *args: Any) -> BaseProcess:
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.preloaded"])
     for name in Printed._fields:
         (folder / name).touch()
-    process = context.Process(target=_run, args=(folder, function, args))
+    process = forking().Process(target=_run, args=(folder, function, args))
     process.start()
     return process
 

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import warnings
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from tests.callbacks.test_memory_monitor import Scripted
 from tests.callbacks.toy import MemoryLogger, Meta, Slope, batches_of, trainer_with
 from tests.data.clips import clip, npy, write_shard, write_shards
 from tests.data.training import Witness
+from tests.distributed.forking import forking
 from tests.report.test_page import read_page
 
 SAMPLES = 50
@@ -127,9 +127,7 @@ def _train_until_killed(folder: Path) -> None:
 def test_after_a_kill_the_command_draws_what_was_logged_and_a_resumed_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.preloaded"])  # the one server of the session
-    process = context.Process(target=_train_until_killed, args=(tmp_path,))
+    process = forking().Process(target=_train_until_killed, args=(tmp_path,))
     process.start()
     process.join(240)
     assert process.exitcode == -signal.SIGKILL

@@ -6,14 +6,13 @@ import os
 import signal
 import tempfile
 import time
-from multiprocessing import get_context
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from tests.data.chains import Chain, newest, train
+from tests.distributed.forking import forking
 
 
 def _work(chain: Chain, run: int, start: Path | None, folder: Path, rank: int, meeting: str) -> None:
@@ -38,17 +37,12 @@ def _work(chain: Chain, run: int, start: Path | None, folder: Path, rank: int, m
 class Processes:
     """Starts the runs of chains."""
 
-    def __init__(self) -> None:
-        self.context: ForkServerContext = get_context("forkserver")
-        # The server imports everything once, and the ranks are forked from it in a moment. There is one for all tests.
-        self.context.set_forkserver_preload(["tests.distributed.preloaded"])
-
     def train(self, chain: Chain, run: int, folder: Path, timeout: float = 100.0) -> bool:
         """Trains until the end of a run (True), or until any rank is dead, and then kills the others (False)."""
         meeting = str(Path(tempfile.mkdtemp(prefix="ranks-")) / "store")
         start, leg = newest(folder / "runs"), chain.legs[run]
         ranks = [
-            self.context.Process(target=_work, args=(chain, run, start, folder, rank, meeting))
+            forking().Process(target=_work, args=(chain, run, start, folder, rank, meeting))
             for rank in range(leg.ranks)
         ]
         for process in ranks:

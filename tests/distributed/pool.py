@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.distributed.forking import forking
+
 _MOST_THREADS = 64
 
 SHARED = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -109,9 +111,7 @@ class ProcessPool:
         self._workers = []
 
     def _start(self) -> None:
-        context = mp.get_context("forkserver" if self._device is None else "spawn")
-        if self._device is None:
-            context.set_forkserver_preload(["tests.distributed.preloaded"])
+        context = forking() if self._device is None else mp.get_context("spawn")
         # Ranks meet in a file: of a port that is free now, nobody knows whether it is when the ranks have started.
         meeting = Path(tempfile.mkdtemp(prefix="ranks-")) / "store"
         for rank in range(self.size):

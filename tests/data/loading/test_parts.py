@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from lightning_videoscale.data.shards.sample_reader import Cut, SampleReader
 from tests.data.clips import npy, write_shard
 from tests.data.films import picture
 from tests.data.training import Witness, trainer_with
+from tests.distributed.forking import forking
 
 META = BatchMeta(1, 48, 64, 12, 3, 1.0, loss_weight=1.0)
 
@@ -228,9 +229,7 @@ def _loses_the_connection_before_the_end_is_known(shard: Path, method: str) -> N
 )
 def test_a_worker_that_dies_is_named(tmp_path: Path, read: Callable[[Path], None]) -> None:
     """In a process of its own: torch raises wherever the main thread is when it hears of the end."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.preloaded"])  # the one server of the session
-    process = context.Process(target=read, args=(_pictures(tmp_path),))
+    process = forking().Process(target=read, args=(_pictures(tmp_path),))
     process.start()
     process.join(120)
     assert process.exitcode == 0

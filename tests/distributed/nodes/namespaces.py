@@ -15,12 +15,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+
+from tests.distributed.forking import forking
 
 INTERFACE = "cable0"
 _MADE_OF = "--net --uts --ipc --pid --mount --fork --kill-child --mount-proc"
@@ -99,10 +100,8 @@ class Nodes:
             *args: Its arguments.
             **environment: Set in the process, beside what docs/cluster.md has users set.
         """
-        context = get_context("forkserver")
-        context.set_forkserver_preload(["tests.distributed.preloaded"])
         arguments = (self._pids[node], self._log(name), environment, partial(work, *args))
-        self._tasks[name] = context.Process(target=_run_on, args=arguments)
+        self._tasks[name] = forking().Process(target=_run_on, args=arguments)
         self._tasks[name].start()
 
     def wait(self, seconds: float, *names: str) -> dict[str, int | None]:

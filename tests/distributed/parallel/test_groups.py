@@ -16,7 +16,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -25,6 +24,7 @@ from torch.utils.data import DataLoader
 from lightning_videoscale.cost.benchmark.ranks import Ranks as BenchmarkRanks
 from lightning_videoscale.parallel import SequenceMesh, parallelize
 from lightning_videoscale.strategies import SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy
+from tests.distributed.forking import forking
 from tests.distributed.pool import ProcessPool
 from tests.models import tiny_wan
 from tests.strategies.failures.failing_training import Module, split_plan
@@ -199,9 +199,7 @@ def close_without_a_peer(rank: int, folder: Path, fault: str) -> None:
 @pytest.mark.timed
 @pytest.mark.parametrize("fault", ["kill", "hang"])
 def test_closing_does_not_wait_for_a_peer_that_is_gone(tmp_path: Path, fault: str) -> None:
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.preloaded"])
-    processes = [context.Process(target=close_without_a_peer, args=(rank, tmp_path, fault)) for rank in range(2)]
+    processes = [forking().Process(target=close_without_a_peer, args=(rank, tmp_path, fault)) for rank in range(2)]
     try:
         for process in processes:
             process.start()

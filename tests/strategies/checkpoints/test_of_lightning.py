@@ -90,7 +90,7 @@ def consolidated(shards: Path, groups: int, frozen: bool) -> Path:
     return shards.with_name("shards.ckpt.consolidated")
 
 
-@pytest.mark.parametrize(("groups", "frozen"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("groups", "frozen"), [pytest.param(1, False, marks=pytest.mark.full), (2, True)])
 def test_states_go_to_the_parameters_that_they_are_of(ranks: Ranks, tmp_path: Path, groups: int, frozen: bool) -> None:
     expected, *found = ranks(2).run(save_and_go_on, tmp_path, groups, frozen)[0]
     for weights in found:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.distributed.forking import forking
+
 
 class Job:
     """Runs ``function(*args)`` in processes of its own, forked from one that has all modules imported.
@@ -39,9 +41,7 @@ class Job:
         environment: Mapping[str, str] | None = None,
         backend: str = "gloo",
     ) -> None:
-        context = get_context("forkserver" if backend == "gloo" else "spawn")
-        if backend == "gloo":
-            context.set_forkserver_preload(["tests.distributed.preloaded"])
+        context = forking() if backend == "gloo" else get_context("spawn")
         folder.mkdir(parents=True, exist_ok=True)
         self.logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
         # Ranks meet in a file: of a port that is free now, nobody knows whether it is when the ranks have started.
