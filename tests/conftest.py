@@ -13,7 +13,6 @@ import torch.distributed as dist
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
-from tests.distributed.forking import start_server
 from tests.distributed.pool import ProcessPool
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)  # other work runs on the machine
@@ -60,11 +59,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     # With `=`: pytest would take a folder that stands alone for one of ours, before it knows this option.
     parser.addoption("--diffusers", metavar="FOLDER", help="--diffusers=checkout, whose tests tests/upstream runs")
     parser.addoption("--videos", metavar="FOLDER", help="--videos=folder of real clips, which are decoded, too")
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    if any("distributed" in argument for argument in session.config.args):
-        start_server()  # which imports as long as this process does
 
 
 @pytest.hookimpl(wrapper=True)

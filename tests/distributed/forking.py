@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from multiprocessing import forkserver, get_context
+from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 
 
@@ -11,9 +11,3 @@ def forking() -> ForkServerContext:
     context = get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.preloaded"])
     return context
-
-
-def start_server() -> None:
-    """Starts the server and does not wait for it."""
-    forking()
-    forkserver.ensure_running()

@@ -84,7 +84,7 @@ class ProcessPool:
                 try:
                     ok, value = pipe.recv()
                 except (EOFError, OSError):  # the other end is gone
-                    process.join(5)
+                    process.join(5)  # its exit code is known a moment later
                     ok, value = False, f"exit code {process.exitcode}"
                 if not ok:
                     self.stop()

@@ -2,7 +2,7 @@
 
 `tree_leaves(tree)`               the leaves of lists, tuples and dicts, nested in any way
 `quick_leaves(tree)`              the same in a fraction of the time, for code that is not compiled
-`COMMON_LEAVES`                   types of which everything is a leaf
+`COMMON_LEAVES`                    types of which everything is a leaf
 `tree_flatten(tree)`               the leaves and the structure, which `tree_unflatten(leaves, structure)` fills again
 `tree_map_only(kind, f, tree)`    the same structure with ``f`` applied to leaves of a type
 `tree_flatten_with_path(tree)`    pairs of path and leaf, and the structure
@@ -58,11 +58,9 @@ def _add_leaves(tree: Any, leaves: list[Any], containers: Mapping[type, Any]) ->
         children = tree
     elif kind is dict or kind is OrderedDict:
         children = tree.values()
-    elif kind not in COMMON_LEAVES and (kind in containers or issubclass(kind, tuple)):
-        leaves += tree_leaves(tree)  # named tuples are containers though nobody registers them
-        return
-    else:
-        leaves.append(tree)
+    else:  # named tuples are containers though nobody registers them
+        is_container = kind not in COMMON_LEAVES and (kind in containers or issubclass(kind, tuple))
+        leaves += tree_leaves(tree) if is_container else [tree]
         return
     for child in children:
         if type(child) in COMMON_LEAVES:

@@ -87,7 +87,7 @@ class TokenMixing(TorchFunctionMode):
             self.found.append(f"{self._path[-1] if self._path else 'the network'} calls {func.__name__}")
         result = func(*args, **kwargs)
         if from_slices and not _takes_no_values(func):  # a message from other ranks is received in such a tensor
-            results = [result] if isinstance(result, Tensor) else quick_leaves(result)
+            results = quick_leaves(result)
             if getattr(func, "__name__", "") == "qk_norm_rope.default":  # keeps queries and keys apart
                 results = [y for x, y in zip(args[:2], result, strict=False) if self._is_followed(x)]
             for x in results:
@@ -103,7 +103,7 @@ class TokenMixing(TorchFunctionMode):
         """Whether one of the values is, or holds one that is; called for whatever a forward pass does with tensors."""
         for x in values:
             if type(x) in COMMON_LEAVES:
-                if id(x) in self._seen_ids and self._is_followed(x):
+                if self._is_followed(x):
                     return True
             elif any(map(self._is_followed, quick_leaves(x))):
                 return True

@@ -83,21 +83,19 @@ def _is_of_users(function: Any) -> bool:
     return any(home.partition(".")[0] not in _LIBRARIES for home in _homes(_innermost(function)))
 
 
-def _homes(function: Any) -> list[str]:
+def _homes(function: Any) -> Iterator[str]:
     """Where its code is from, and that of all it wraps: functools.wraps has it give itself out for the innermost."""
-    homes = [str(getattr(function, "__module__", ""))]
-    seen: list[Any] = []
-    while function is not None and not any(function is other for other in seen):
-        seen.append(function)
-        homes.append(str(getattr(function, "__globals__", {}).get("__name__", "torch")))
-        wrapped = getattr(function, "__dict__", {}).get("__wrapped__")
-        function = None if wrapped is None else _innermost(wrapped)
-    return homes
+    yield str(getattr(function, "__module__", ""))
+    seen: set[int] = set()
+    while function is not None and id(function) not in seen:
+        seen.add(id(function))
+        yield str(getattr(function, "__globals__", {}).get("__name__", "torch"))
+        function = _innermost(getattr(function, "__dict__", {}).get("__wrapped__"))
 
 
 def _name(function: Any) -> str:
     innermost = _innermost(function)
-    home = next(home for home in reversed(_homes(innermost)) if home.partition(".")[0] not in _LIBRARIES)
+    home = next(home for home in reversed([*_homes(innermost)]) if home.partition(".")[0] not in _LIBRARIES)
     code = getattr(innermost, "__code__", None)  # which functools.wraps does not rename
     name = getattr(innermost, "__qualname__", type(innermost).__qualname__) if code is None else code.co_qualname
     return f"{home}.{name}"

@@ -23,7 +23,7 @@ STRATEGIES = [
     "ddp",
     "fsdp2",
     *(pytest.param(stage, marks=[needs_deepspeed, pytest.mark.full]) for stage in ("zero1", "zero2")),
-    pytest.param("zero3", marks=needs_deepspeed),  # which waits where the others do, and in more places
+    pytest.param("zero3", marks=needs_deepspeed),
 ]
 
 

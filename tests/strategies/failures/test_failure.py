@@ -77,7 +77,9 @@ def wait_until_all_ended(folder: Path, process: BaseProcess, seconds: float) -> 
     process.join(240)  # to import, to train and to end
     deadline = time.monotonic() + seconds
     while alive(group_of(process)):
-        assert time.monotonic() < deadline, f"processes left behind:\n{printed_in(folder)}"
+        if time.monotonic() > deadline:
+            os.killpg(group_of(process), signal.SIGKILL)
+            raise AssertionError(f"processes left behind:\n{printed_in(folder)}")
         time.sleep(0.1)
     return "".join(printed_in(folder))
 

@@ -122,6 +122,11 @@ def fail_without_launcher(folder: Path, strategy: str, fault: str, rank: int) ->
     assert ended - float(output.split("fails at ")[1].split()[0]) < MARGIN
 
 
+def end(folder: Path, strategy: str, launcher: str, fault: str, rank: int) -> None:
+    ends = {"torchrun": fail_under_torchrun, "none": fail_without_launcher}
+    ends[launcher](folder, strategy, fault, rank)
+
+
 def continue_from(folder: Path, strategy: str) -> list[float]:
     (last,) = (folder / "checkpoints").glob(f"step={FAILING_STEP}.ckpt")
     return train(strategy, None, Module(), start=last)
@@ -138,7 +143,6 @@ def check_continuation(ranks: Ranks, folder: Path, strategy: str) -> None:
     assert continued == [pytest.approx(losses[FAILING_STEP:], rel=1e-5) for losses in whole]
 
 
-FORKED = {"torchrun": fail_under_torchrun, "none": fail_without_launcher}
 Case = tuple[str, str, str, int]
 CASES: list[Case] = [
     ("fsdp2", "torchrun", "hang", 1),  # mostly waits, so it comes first
@@ -152,10 +156,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, tuple[
     """The folder of each case and its job; two at a time, since a job mostly imports on one core, and waits."""
     with ThreadPoolExecutor(2) as threads:
         folders = {case: tmp_path_factory.mktemp("-".join(map(str, case))) for case in CASES}
-        yield {
-            (strategy, launcher, fault, rank): (folder, threads.submit(FORKED[launcher], folder, strategy, fault, rank))
-            for (strategy, launcher, fault, rank), folder in folders.items()
-        }
+        yield {case: (folder, threads.submit(end, folder, *case)) for case, folder in folders.items()}
 
 
 @needs_deepspeed
