@@ -23,7 +23,7 @@ from lightning_videoscale.strategies import (
     SequenceParallelDeepSpeedStrategy,
     SequenceParallelFSDP2Strategy,
 )
-from tests.distributed.wan_training import IMAGE_DIM, Clips, LateRectifiedFlow, RectifiedFlow, assembled
+from tests.distributed.wan_training import IMAGE_DIM, Clips, LateRectifiedFlow, RectifiedFlow, all_assembled
 from tests.distributed.zero import deepspeed_on_cpu, float64_inside
 from tests.models import gradient_error, lifted_float_casts
 
@@ -229,27 +229,38 @@ class Record(Callback):
         self.losses.append(float(trainer.callback_metrics["loss"]))
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        self.gradients.append({name: self.gradient(p) for name, p in module.named_parameters()})
+        self.gradients.append(self.gradients_of(module))
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.parameters = {name: self.parameter(p) for name, p in module.named_parameters()}
+        self.parameters = self.parameters_of(module)
         self.graphs = trainer.strategy.describe_graphs()  # type: ignore[attr-defined]
 
-    def gradient(self, parameter: Tensor) -> Tensor:
-        assert parameter.grad is not None
-        return assembled(parameter.grad)
+    def gradients_of(self, module: pl.LightningModule) -> dict[str, Tensor]:
+        assert all(p.grad is not None for p in module.parameters())
+        return all_assembled((name, p.grad) for name, p in module.named_parameters())
 
-    def parameter(self, parameter: Tensor) -> Tensor:
-        return assembled(parameter)
+    def parameters_of(self, module: pl.LightningModule) -> dict[str, Tensor]:
+        return all_assembled(module.named_parameters())
+
+
+class RecordOfUsed(Record):
+    """Zeros are the gradients of what has none, such as what was not called or has no influence."""
+
+    def gradients_of(self, module: pl.LightningModule) -> dict[str, Tensor]:
+        used = all_assembled((name, p.grad) for name, p in module.named_parameters() if p.grad is not None)
+        return {
+            name: used[name] if name in used else torch.zeros(p.shape, dtype=p.dtype)
+            for name, p in module.named_parameters()
+        }
 
 
 class ZeroRecord(Record):
-    def gradient(self, parameter: Tensor) -> Tensor:
+    def gradients_of(self, module: pl.LightningModule) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_grad
 
-        return safe_get_full_grad(parameter).clone()
+        return {name: safe_get_full_grad(p).clone() for name, p in module.named_parameters()}
 
-    def parameter(self, parameter: Tensor) -> Tensor:
+    def parameters_of(self, module: pl.LightningModule) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        return safe_get_full_fp32_param(parameter).clone()
+        return {name: safe_get_full_fp32_param(p).clone() for name, p in module.named_parameters()}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -28,6 +30,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Recording(commit))
 
 
+class WithoutGPU(pytest.Module):
+    """A file of tests where there is no GPU: it is imported, and skipped as a whole, not case by case."""
+
+    def collect(self) -> NoReturn:
+        assert self.obj is not None
+        pytest.skip("needs a CUDA device")
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    return None if torch.cuda.is_available() else WithoutGPU.from_parent(parent, path=module_path)
+
+
 @pytest.fixture(autouse=True)
 def no_garbage_on_gpus() -> Iterator[None]:
     """Frees models in cycles after each test, where other tests do after each file: the next may need their memory."""
@@ -44,8 +58,6 @@ def ranks_on_gpus(
         yield gpu_ranks
         return
     pools: dict[int, ProcessPool] = {}
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
     yield lambda size: pools.setdefault(size, ProcessPool(size, "gloo", timeout=300.0, share_gpu=True))
     for pool in pools.values():
         pool.stop()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.parallel import SplitPlan, find_plan
 from tests.distributed.pool import ProcessPool
-from tests.distributed.wan_training import Record, RectifiedFlow, assembled
+from tests.distributed.wan_training import Record, RectifiedFlow, all_assembled
 from tests.models import gradient_error, lifted_float_casts, tiny_wan
 from tests.strategies.fsdp2.training import clips, ddp, fsdp2, trainer
 
@@ -86,7 +86,7 @@ def fit(module_class: type[RectifiedFlow], settings: list[dict[str, Any]]) -> li
             # All settings train on the same two clips a step: of a group, or of one for each of two ranks.
             loader = clips(torch.float64, 2 * options["ulysses_size"] // dist.get_world_size())
             trainer(strategy, plugins=[DoublePrecision()], callbacks=[record]).fit(module, loader)
-        found.append(Steps(record.gradients, {name: assembled(p) for name, p in module.named_parameters()}))
+        found.append(Steps(record.gradients, all_assembled(module.named_parameters())))
     return found
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_videoscale.strategies import SequenceParallelDeepSpeedStrategy
 from tests.distributed.parity import SGDFlow
 from tests.distributed.pool import ProcessPool
-from tests.distributed.wan_training import assembled
+from tests.distributed.wan_training import all_assembled
 from tests.distributed.zero import deepspeed_on_cpu, needs_deepspeed
 from tests.models import gradient_error
 from tests.strategies.fsdp2.training import clips, ddp, fsdp2, trainer
@@ -53,7 +53,7 @@ def fit(strategy: str, frozen_from: str) -> dict[str, Tensor] | str:
             trainer(selected, use_distributed_sampler=False, **kwargs).fit(module, clips())
         except ValueError as error:
             return str(error)
-    return {name: assembled(p) for name, p in module.named_parameters()}
+    return all_assembled(module.named_parameters())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -132,7 +132,7 @@ def finetune(strategy: str, **settings: Any) -> dict[str, Tensor] | str:
         trainer(selected(**settings), use_distributed_sampler=False, **kwargs).fit(module, clips())
     except RuntimeError as error:
         return " ".join([str(error), *error.__notes__])
-    return {name: assembled(p) for name, p in module.named_parameters()}
+    return all_assembled(module.named_parameters())
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from lightning_videoscale.strategies import (
     SequenceParallelFSDP2Strategy,
     read_weights,
 )
-from tests.distributed.wan_training import Clips, RectifiedFlow, assembled
+from tests.distributed.wan_training import Clips, RectifiedFlow, all_assembled
 from tests.distributed.zero import deepspeed_on_cpu
 from tests.models import lifted_float_casts
 
@@ -52,23 +52,23 @@ class Flow(RectifiedFlow):
             raise ArithmeticError("the validation fails")
 
 
-def master(parameter: nn.Parameter) -> Tensor:
+def masters(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     """What the optimizer updates, whole."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
-        return safe_get_full_fp32_param(parameter).double().clone()
-    return assembled(parameter).double().clone()
+    if any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in parameters.values()):
+        return {name: safe_get_full_fp32_param(p).double().clone() for name, p in parameters.items()}
+    return {name: x.double() for name, x in all_assembled(parameters.items()).items()}
 
 
-def computed_with(parameter: nn.Parameter) -> Tensor:
+def computed_with(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     """What the network computes with, whole."""
-    if not hasattr(parameter, "ds_id"):
-        return assembled(parameter).double().clone()
+    if not any(hasattr(p, "ds_id") for p in parameters.values()):
+        return {name: x.double() for name, x in all_assembled(parameters.items()).items()}
     import deepspeed
 
-    with deepspeed.zero.GatheredParameters([parameter]):
-        return parameter.detach().double().clone()
+    with deepspeed.zero.GatheredParameters([*parameters.values()]):
+        return {name: p.detach().double().clone() for name, p in parameters.items()}
 
 
 class Oracle(Callback):
@@ -86,12 +86,11 @@ class Oracle(Callback):
         if trainer.global_step == self.steps:
             return
         self.steps = trainer.global_step
-        for name, parameter in trained(module).items():
-            value = master(parameter)
+        for name, value in masters(trained(module)).items():
             self.average[name] = DECAY * self.average[name] + (1 - DECAY) * value if name in self.average else value
 
     def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.validated_with.append({name: computed_with(p) for name, p in trained(module).items()})
+        self.validated_with.append(computed_with(trained(module)))
         self.expected.append(dict(self.average))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -99,11 +98,16 @@ class Oracle(Callback):
             trainer.save_checkpoint(self.half)
 
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.swapped_back &= all(torch.equal(computed_with(p), master(p)) for p in trained(module).values())
+        self.swapped_back &= computes_with_masters(module)
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def computes_with_masters(module: nn.Module) -> bool:
+    expected, found = masters(trained(module)), computed_with(trained(module))
+    return all(torch.equal(x, expected[name]) for name, x in found.items())
 
 
 def strategy(name: str, sp: int) -> Any:
@@ -197,7 +201,7 @@ def fail(name: str, sp: int) -> Outcome:
         try:
             runner.fit(module, clips(name), clips(name))
         except ArithmeticError:
-            back = all(torch.equal(computed_with(p), master(p)) for p in trained(module).values())
+            back = computes_with_masters(module)
     return Outcome(0.0, max(map(difference, oracle.validated_with, oracle.expected)), back)
 
 

@@ -25,7 +25,7 @@ from lightning_videoscale.strategies import (
 )
 from tests.distributed.families.harness import Case, lifted_casts, run
 from tests.distributed.families.test_parity import FAMILIES
-from tests.distributed.parity import Outcome, Record, ZeroRecord
+from tests.distributed.parity import Outcome, RecordOfUsed, ZeroRecord
 from tests.distributed.pool import ProcessPool
 from tests.distributed.zero import deepspeed_on_cpu, float64_inside, needs_deepspeed
 from tests.models import gradient_error
@@ -66,13 +66,6 @@ class Training(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
 
 
-class SeenGradients(Record):
-    """Zeros for what has no influence, such as what a last block makes of text."""
-
-    def gradient(self, parameter: Tensor) -> Tensor:
-        return torch.zeros(parameter.shape) if parameter.grad is None else super().gradient(parameter)
-
-
 def strategy(backend: str, case: Case) -> Any:
     _, ring, ulysses = case.mesh
     shared: dict[str, Any] = {
@@ -94,7 +87,7 @@ def train(case: Case, backend: str) -> Outcome:
     """In float64; under ZeRO parameters and gradients are in float32, and sliced products of them as well."""
     zero = backend == "zero3"
     narrow = zero and case.schedule != "serial"
-    record = ZeroRecord() if zero else SeenGradients()
+    record = ZeroRecord() if zero else RecordOfUsed()
     ranks = dist.get_world_size()
     with ExitStack() as contexts:
         folder = contexts.enter_context(TemporaryDirectory())  # of measurements

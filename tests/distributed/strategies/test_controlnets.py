@@ -16,7 +16,7 @@ from tests.distributed.families.harness import Case, lifted_casts
 from tests.distributed.families.test_parity import FAMILIES
 from tests.distributed.families.test_training import Inputs
 from tests.distributed.pool import ProcessPool
-from tests.distributed.wan_training import assembled
+from tests.distributed.wan_training import all_assembled
 from tests.models import gradient_error
 from tests.strategies.fsdp2.training import ddp, fsdp2, trainer
 
@@ -66,7 +66,7 @@ def train(family: str, strategy: Callable[..., Any], settings: dict[str, Any]) -
     module = Controlling(case)
     with lifted_casts():
         trainer(strategy(**settings)).fit(module, DataLoader(Pictures(case), batch_size=None))
-    return {name: assembled(parameter) for name, parameter in module.controlnet.named_parameters()}
+    return all_assembled(module.controlnet.named_parameters())
 
 
 @pytest.mark.parametrize(

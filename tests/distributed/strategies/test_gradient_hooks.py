@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 from tests.distributed.pool import ProcessPool
-from tests.distributed.wan_training import RectifiedFlow, assembled
+from tests.distributed.wan_training import RectifiedFlow, all_assembled
 from tests.models import gradient_error
 from tests.strategies.fsdp2.training import clips, ddp, fsdp2, trainer
 
@@ -57,7 +57,7 @@ def fit(strategy: Any, module_class: type[RectifiedFlow]) -> dict[str, Tensor] |
         trainer(strategy()).fit(module, clips(batch_size=2))
     except ValueError as error:
         return str(error)
-    return {name: assembled(parameter) for name, parameter in module.named_parameters()}
+    return all_assembled(module.named_parameters())
 
 
 def test_steps_within_backward_use_averaged_gradients_under_fsdp2(ranks: Ranks) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_videoscale.parallel import gather_sequence, split_sequence
 from tests.distributed.parity import SGDFlow
 from tests.distributed.pool import ProcessPool
-from tests.distributed.wan_training import assembled
+from tests.distributed.wan_training import all_assembled
 from tests.models import gradient_error, lifted_float_casts, tiny_wan
 from tests.strategies.fsdp2.training import clips, ddp, fsdp2, trainer
 
@@ -113,7 +113,7 @@ def train(kind: type[SGDFlow], strategy: Callable[..., Any]) -> dict[str, Tensor
     named = list(getattr(kind, "networks", ["transformer"]))
     with lifted_float_casts():
         trainer(strategy(modules=named), plugins=[DoublePrecision()]).fit(module, clips(torch.float64))
-    return {name: assembled(parameter) for name, parameter in module.named_parameters()}
+    return all_assembled(module.named_parameters())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from tests.distributed.pool import ProcessPool
-from tests.distributed.wan_training import RectifiedFlow, assembled
+from tests.distributed.wan_training import RectifiedFlow, all_assembled
 from tests.models import gradient_error
 from tests.strategies.fsdp2.training import clips, ddp, fsdp2, trainer
 
@@ -100,7 +100,7 @@ def fit(
         return str(error)
     if "end" in paths:
         runner.save_checkpoint(paths["end"])
-    return {name: assembled(parameter) for name, parameter in module.named_parameters() if "lora" in name}
+    return all_assembled((name, parameter) for name, parameter in module.named_parameters() if "lora" in name)
 
 
 @pytest.mark.parametrize(("strategy", "options"), EACH)

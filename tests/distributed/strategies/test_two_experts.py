@@ -24,7 +24,7 @@ from lightning_videoscale.strategies import (
     SequenceParallelDeepSpeedStrategy,
     SequenceParallelFSDP2Strategy,
 )
-from tests.distributed.parity import SHAPES, Outcome, Record, ZeroRecord
+from tests.distributed.parity import SHAPES, Outcome, Record, RecordOfUsed, ZeroRecord
 from tests.distributed.pool import ProcessPool
 from tests.distributed.wan_training import Clips, RectifiedFlow
 from tests.distributed.zero import deepspeed_on_cpu, float64_inside, needs_deepspeed
@@ -87,21 +87,10 @@ class TwoExperts(RectifiedFlow):
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=0.01, eps=0.1)
 
 
-class Gradients(Record):
-    """Zeros for what was not called."""
-
-    def gradient(self, parameter: Tensor) -> Tensor:
-        return (
-            torch.zeros(parameter.shape, dtype=parameter.dtype)
-            if parameter.grad is None
-            else super().gradient(parameter)
-        )
-
-
 def train(case: Case) -> Outcome | str:
     """What the training came to, or what was said against it."""
     is_zero = case.backend.startswith("zero")
-    record: Record = ZeroRecord() if is_zero else Gradients()
+    record: Record = ZeroRecord() if is_zero else RecordOfUsed()
     with ExitStack() as contexts:
         contexts.enter_context(float64_inside() if is_zero else lifted_float_casts())
         if is_zero:

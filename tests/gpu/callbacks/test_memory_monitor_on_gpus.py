@@ -11,10 +11,7 @@ from torch import Tensor
 from lightning_videoscale.callbacks import MemoryMonitor
 from tests.callbacks.toy import MemoryLogger, Meta, Slope, batches_of, trainer_with
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 MIB = 2**20
 

@@ -19,10 +19,7 @@ Ranks = Callable[[int], ProcessPool]
 GPUS = min(2, torch.cuda.device_count())
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 BACKENDS = ["ddp", "fsdp2", *(pytest.param(f"zero{stage}", marks=needs_deepspeed) for stage in (1, 2, 3))]
 

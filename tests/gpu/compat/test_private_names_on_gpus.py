@@ -12,10 +12,7 @@ from lightning_videoscale.compat.torch import attention, cuda, distributed, grap
 from tests.compat.attention_products import CASES, SCALE, assert_as_products, gradient_handed_over, hiding, inputs
 from tests.distributed.pool import ProcessPool
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("keys", [53, 64])  # 64 end in half a tile

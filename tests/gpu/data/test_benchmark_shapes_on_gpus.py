@@ -25,7 +25,7 @@ from tests.data.training import trainer_with
 from tests.distributed.pool import ProcessPool
 from tests.models import tiny_wan
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 Ranks = Callable[[int], ProcessPool]
 

@@ -10,10 +10,7 @@ import torch
 from lightning_videoscale.cost.geometry import GEOMETRIES
 from lightning_videoscale.data.encoding.vae import DiffusersVae
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-2), (torch.bfloat16, 1e-1)])

@@ -21,10 +21,7 @@ from tests.distributed.loading.test_online_encoding import Collector, Counting
 from tests.distributed.pool import ProcessPool
 
 Ranks = Callable[[int], ProcessPool]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 FILMS = 12
 
 

@@ -15,7 +15,6 @@ from tests.gpu.graphs.training import SHAPES, both, draw
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.usefixtures("deterministic_algorithms"),
 ]
 

@@ -22,7 +22,6 @@ from tests.gpu.graphs.training import SHAPES, Training, both, draw, graphed, wan
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.usefixtures("deterministic_algorithms"),
 ]
 Ranks = Callable[[int], ProcessPool]

@@ -8,10 +8,7 @@ import torch
 from lightning_videoscale.kernels.cuda import toolkit
 from lightning_videoscale.kernels.cuda.launch import Kernel, arch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 SOURCE = b"""
 struct Argument { long long* out; long long q; int i; float f; };

@@ -14,10 +14,7 @@ from lightning_videoscale.kernels.cuda.row_tuning import RowTuning
 from lightning_videoscale.kernels.row_types import Operand, RowGradients, RowMap, RowOp, RowOutputs, RowVariant
 from tests.kernels.random_rows import EPS, RowCase, check_gradients, check_outputs, draw_case
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CHANNELS = (64, 1152, 1536, 1920, 2240, 2432, 3072, 5120, 5376)

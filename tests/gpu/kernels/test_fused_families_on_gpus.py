@@ -29,10 +29,7 @@ from tests.models.test_fused_families import (
     run,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 CASES = FIRST + OTHERS
 BACKENDS: list[BackendName] = ["reference", "triton", "cuda"]
 HEAD_DIMS = {"ltx2": 32, "mochi": 16, "wan": 16, "wan_vace": 16, "chronoedit": 16, "skyreels_v2": 16, "wan_animate": 16}

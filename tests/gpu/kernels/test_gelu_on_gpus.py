@@ -13,10 +13,7 @@ from lightning_videoscale.kernels import gelu, gelu_linear
 from lightning_videoscale.kernels.backend import BackendName
 from tests.kernels.gelu_cases import assert_close_to_float64, draw, feed_forward, relative_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 BACKENDS: list[BackendName] = ["reference", "triton", "cuda"]
 FUSED: list[BackendName] = ["triton", "cuda"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -11,10 +11,7 @@ from torch import Tensor
 from lightning_videoscale import kernels
 from lightning_videoscale.kernels import norm_modulate
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 # That no other test of this process has.
 SHAPES = {
     "norm_modulate": ((2, 8, 1048), (2, 1, 1048), (2, 1, 1048)),

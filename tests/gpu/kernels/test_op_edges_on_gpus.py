@@ -21,10 +21,7 @@ from tests.kernels.op_calls import CALLS, gradients
 from tests.kernels.row_cases import Case
 from tests.kernels.row_cases import gradients as of_case
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 BACKENDS: list[BackendName] = ["reference", "triton", "cuda"]
 
 

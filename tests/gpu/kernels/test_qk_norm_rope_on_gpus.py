@@ -21,10 +21,7 @@ from tests.kernels.qk_checks import (
 )
 from tests.kernels.qk_oracle import FAMILIES, Arguments, Case
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 BACKENDS = pytest.mark.parametrize("backend", ["triton", "cuda"])
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ACCURACY = [(name, BF16) for name in FAMILIES] + [

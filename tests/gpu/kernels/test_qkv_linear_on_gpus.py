@@ -9,10 +9,7 @@ from torch import Tensor
 from tests.kernels.gelu_cases import draw
 from tests.kernels.test_qkv_linear import ours, theirs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -16,10 +16,7 @@ from lightning_videoscale.kernels import norm_modulate
 from lightning_videoscale.kernels.row_ops import RowCall
 from tests.kernels.row_cases import Case, all_variants, assert_close_to_oracle, gradients
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 BACKENDS = ["reference", "triton", "cuda"]
 WIDTHS = [64, 1152, 1536, 1920, 2240, 2432, 3072, 5120, 5376]
 

@@ -21,7 +21,7 @@ from lightning_videoscale.attention.trial import Problem, check
 from lightning_videoscale.parallel import SequenceMesh, sequence_parallel_attention, split_sizes
 from tests.distributed.pool import ProcessPool
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 Ranks = Callable[[int], ProcessPool]
 GPU = torch.device("cuda")

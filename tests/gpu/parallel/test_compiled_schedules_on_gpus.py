@@ -23,10 +23,7 @@ from tests.distributed.summing import sum_over_ranks
 from tests.gpu.parallel.test_schedules_on_gpus import device, transport_of
 from tests.models import gradient_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 Ranks = Callable[[int], ProcessPool]
 LENGTHS: list[dict[str, Any]] = [{"frames": 2 + n, "text": 5 + 2 * n, "side": 4, "batch": 2} for n in range(3)]

@@ -31,10 +31,7 @@ from tests.distributed.pool import SHARED, ProcessPool
 from tests.distributed.schedules.random_layers import random_shape, run_layer
 from tests.models import gradient_error, lifted_float_casts
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 Ranks = Callable[[int], ProcessPool]
 TOKENS, WIDTH = 512, 512  # of a rank

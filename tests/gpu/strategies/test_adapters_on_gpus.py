@@ -23,10 +23,7 @@ Ranks = Callable[[int], ProcessPool]
 CPU = torch.device("cpu")
 GPUS = min(2, torch.cuda.device_count())
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])

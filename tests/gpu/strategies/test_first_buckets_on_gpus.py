@@ -13,10 +13,7 @@ from torch.utils.data import DataLoader
 import lightning_videoscale as vs
 from tests.data.training import trainer_with
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 WIDTH, LAYERS = 2048, 8
 GRADIENTS = 4 * LAYERS * (WIDTH + 1) * WIDTH  # bytes

@@ -7,12 +7,8 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 TRAINS = """
 import lightning.pytorch as pl

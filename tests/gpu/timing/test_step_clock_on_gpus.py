@@ -20,10 +20,7 @@ from tests.distributed.wan_training import Clips, RectifiedFlow
 from tests.distributed.zero import needs_deepspeed
 from tests.timing.slow_training import Pace, Paced, ReadingTheClock, Rows, train
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 Ranks = Callable[[int], ProcessPool]
 

@@ -22,7 +22,7 @@ from lightning_videoscale.strategies import (
 )
 from lightning_videoscale.strategies.checkpoints.errors import CheckpointError
 from tests.distributed.pool import ProcessPool
-from tests.distributed.wan_training import assembled
+from tests.distributed.wan_training import all_assembled
 from tests.strategies.checkpoints.checkpointing import NOTHING_TO_SPLIT
 from tests.strategies.fsdp2.training import trainer
 
@@ -75,7 +75,7 @@ def save_and_go_on(folder: Path, groups: int, frozen: bool) -> list[dict[str, Te
         for strategy in (SequenceParallelDDPStrategy, SequenceParallelFSDP2Strategy):
             train(module := Net(groups, frozen), strategy(modules=["net"], plan=NOTHING_TO_SPLIT), 4, path)
             found.append(module)
-    return [{name: assembled(p) for name, p in module.named_parameters()} for module in found]
+    return [all_assembled(module.named_parameters()) for module in found]
 
 
 def consolidated(shards: Path, groups: int, frozen: bool) -> Path:

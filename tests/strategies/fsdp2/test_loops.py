@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.distributed.pool import ProcessPool
-from tests.distributed.wan_training import Clips, RectifiedFlow, assembled
+from tests.distributed.wan_training import Clips, RectifiedFlow, all_assembled
 from tests.models import gradient_error, lifted_float_casts, tiny_wan
 from tests.strategies.fsdp2.training import Everything, clips, ddp, fsdp2, trainer
 
@@ -59,7 +59,7 @@ def train_and_resume(folder: str, meta: bool) -> list[dict[str, Tensor]]:
         runner = trainer(fsdp2(), max_steps=steps, precision="bf16-mixed")
         one_clip = DataLoader(Clips((2, 4, 4), torch.float32, length=1))  # whatever the order, every step sees the same
         runner.fit(module, one_clip, ckpt_path=ckpt_path)
-        return runner, {name: assembled(p) for name, p in module.named_parameters()}
+        return runner, all_assembled(module.named_parameters())
 
     _, straight = run(4)
     stopped, _ = run(2)
@@ -133,7 +133,7 @@ def fit_again(strategy: Callable[..., Strategy], in_backward: bool) -> tuple[boo
         with pytest.raises(ArithmeticError):
             runner.fit(module, clips(torch.float64))
         runner.fit(module, clips(torch.float64))
-    return module.raised and runner.global_step == 3, {name: assembled(p) for name, p in module.named_parameters()}
+    return module.raised and runner.global_step == 3, all_assembled(module.named_parameters())
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import DoublePrecision
 from torch import Tensor, nn
 
 from tests.distributed.pool import ProcessPool
-from tests.distributed.wan_training import RectifiedFlow, assembled
+from tests.distributed.wan_training import RectifiedFlow, all_assembled
 from tests.models import gradient_error, lifted_float_casts
 from tests.strategies.fsdp2.training import clips, ddp, fsdp2, message, trainer
 
@@ -70,7 +70,7 @@ def train(strategy: Callable[..., Any], settings: dict[str, Any]) -> tuple[dict[
     before = module.get_parameter(name).detach().clone()
     with lifted_float_casts():
         trainer(strategy(**settings), max_steps=6, plugins=[DoublePrecision()]).fit(module, clips(torch.float64))
-    after = {path: assembled(parameter) for path, parameter in module.named_parameters()}
+    after = all_assembled(module.named_parameters())
     return after, float((after[name] - before).norm())
 
 
@@ -152,7 +152,7 @@ def train_by_muon(strategy: Callable[..., Any]) -> tuple[dict[str, Tensor], floa
     # It makes steps orthogonal in bfloat16, where sums in another order differ.
     with lifted_float_casts(), patch.object(Tensor, "bfloat16", lambda x: x):
         trainer(strategy(), plugins=[DoublePrecision()]).fit(module, clips(torch.float64))
-    after = {path: assembled(parameter) for path, parameter in module.named_parameters()}
+    after = all_assembled(module.named_parameters())
     return after, gradient_error(after, before)
 
 

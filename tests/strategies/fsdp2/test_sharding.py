@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.pool import ProcessPool
-from tests.distributed.wan_training import Record, RectifiedFlow, assembled
+from tests.distributed.wan_training import Record, RectifiedFlow, all_assembled, assembled
 from tests.models import gradient_error, lifted_float_casts, tiny_wan
 from tests.strategies.fsdp2.training import Everything, clips, ddp, fsdp2, message, trainer
 
@@ -33,7 +33,7 @@ def fit_everything(
         runner = trainer(strategy(**settings), plugins=[DoublePrecision()], callbacks=[record], gradient_clip_val=0.5)
         runner.fit(module, clips(torch.float64, batch_size))
     whole = {name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)}
-    return record.gradients, {name: assembled(p) for name, p in module.named_parameters()}, whole
+    return record.gradients, all_assembled(module.named_parameters()), whole
 
 
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.full), 2])
@@ -176,7 +176,7 @@ class Configured(pl.LightningModule):
 def configure(**kwargs: Any) -> tuple[float, dict[str, Tensor]]:
     module = Configured(**kwargs)
     trainer(fsdp2(ulysses_size=1, replicas=2)).fit(module, clips())
-    return float(module.encoder.weight), {name: assembled(p) for name, p in module.net.named_parameters()}
+    return float(module.encoder.weight), all_assembled(module.net.named_parameters())
 
 
 def test_a_model_built_on_the_meta_device_is_initialized_and_the_rest_left_alone(ranks: Ranks) -> None:
