@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lightning_videoscale.compat.patching import patch
+from lightning_videoscale.compat.torch.allocator import refuse_registered_graphs
 from lightning_videoscale.graphs import GraphedNetwork, GraphOptions
 from lightning_videoscale.parallel import SequenceMesh
 from lightning_videoscale.ranks import gather_over_ranks
@@ -24,7 +25,13 @@ def run_by_graphs(
     kernels: Callable[[], Hashable],
     places: Callable[[], Hashable],
 ) -> Undo:
-    """Has a split network run by CUDA graphs where it can; returns what takes it back. See `GraphedNetwork`."""
+    """Has a split network run by CUDA graphs where it can; returns what takes it back. See `GraphedNetwork`.
+
+    Raises:
+        ValueError: If its exchanges would hang in them, by what the environment says.
+    """
+    if mesh.sp.size > 1:
+        refuse_registered_graphs()
     graphed = GraphedNetwork(
         network,
         network.forward,

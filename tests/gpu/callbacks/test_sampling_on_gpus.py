@@ -42,6 +42,7 @@ def test_the_average_after_training_when_parameters_are_on_the_host(
         assert tested <= 1e-5
 
 
+@pytest.mark.skipif(importlib.util.find_spec("av") is None, reason="PyAV is not installed")
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("split", [False, True])
 def test_losses_with_sampling_are_those_without(gpu_ranks: Ranks, tmp_path: Path, name: str, split: bool) -> None:
