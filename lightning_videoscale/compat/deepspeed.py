@@ -7,7 +7,7 @@ and need states to be there that only a first step makes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -88,13 +88,14 @@ def ranges(piece: FlatPiece) -> dict[nn.Parameter, range]:
     return dict(sorted(found.items(), key=lambda item: item[1].start))
 
 
-def changed_beside_copies(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+def changed_beside_copies(parameters: Iterable[nn.Parameter], optimizer: Any) -> list[nn.Parameter]:
     """Those that differ from what ZeRO keeps of them on this rank, as whatever changed them has left that alone.
 
-    Stages 1 and 2 keep float32 copies of what trains, stage 3 its pieces. Of what is not gathered there is nothing to
-    compare.
+    Stages 1 and 2 keep float32 copies of what trains. Stage 3 keeps pieces, of which it makes whole parameters, and
+    float32 copies of those pieces that train.
     """
     pairs = [(parameter, *pair) for parameter in parameters if (pair := _shown_and_kept(parameter)) is not None]
+    pairs += _pieces_and_copies(optimizer)
     flags = [((shown != kept.to(shown)) & ~kept.to(shown).isnan()).any() for _, shown, kept in pairs]
     differ = torch.stack(flags).tolist() if flags else []  # waits for the device once
     return [parameter for (parameter, _, _), differs in zip(pairs, differ, strict=True) if differs]
@@ -105,14 +106,32 @@ def _shown_and_kept(parameter: nn.Parameter) -> tuple[Tensor, Tensor] | None:
     if is_partitioned(parameter):
         if not is_gathered(parameter):
             return None
-        kept = own_values(parameter)
-        before = len(kept) * dist.get_rank(DEEPSPEED.get(parameter, "ds_process_group"))
-        count = min(len(kept), max(full_numel(parameter) - before, 0))  # without the padding
-        return own_piece(parameter, parameter.detach())[:count], kept[:count]
+        count = _unpadded(parameter)
+        return own_piece(parameter, parameter.detach())[:count], own_values(parameter)[:count]
     if (mapping := getattr(parameter, "_hp_mapping", None)) is None:
         return None
     address = mapping.lp_fragment_address
     return parameter.detach().flatten().narrow(0, address.start, address.numel), mapping.get_hp_fragment().detach()
+
+
+def _pieces_and_copies(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
+    """This rank's pieces of the parameters that stage 3 trains, with their float32 copies; of what is not on disk."""
+    if getattr(optimizer, "zenflow", False):  # steps what matters most at once, and its copies later
+        return
+    for piece in flat_pieces(optimizer) or []:
+        for parameter, place in ranges(piece).items():
+            if is_partitioned(parameter):
+                values, copy = own_values(parameter), piece.flat.detach()[place.start : place.stop]
+                if len(values) == len(copy) == len(place):
+                    count = _unpadded(parameter)
+                    yield parameter, values[:count], copy[:count]
+
+
+def _unpadded(parameter: nn.Parameter) -> int:
+    """How many elements this rank's piece has of a partitioned parameter; the last ranks' are padded."""
+    size = len(own_values(parameter))
+    before = size * dist.get_rank(DEEPSPEED.get(parameter, "ds_process_group"))
+    return min(size, max(full_numel(parameter) - before, 0))
 
 
 def link_states(parameters: list[nn.Parameter], flat: Tensor, states: Any) -> None:

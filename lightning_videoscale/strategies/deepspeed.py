@@ -132,7 +132,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         from deepspeed.accelerator import get_accelerator
 
         check_weight_averaging(self._module.trainer, type(self).__name__)
-        check_pruning(self._module.trainer, type(self).__name__, allow_masks=True)
+        check_pruning(self._module.trainer, type(self).__name__, allow_masks=not self.zero_stage_3)
         self._refuse_search()
         if get_accelerator().device_name() != self.root_device.type:
             raise ValueError(
@@ -255,7 +255,7 @@ class SequenceParallelDeepSpeedStrategy(ZeroCheckpoints, SequenceParallelMixin, 
         """Weights that hooks change are not what ZeRO trains: its next step, or gathering, would write over them."""
         if step & (step - 1):  # 0, 1, 2, 4, 8 and so on
             return
-        changed = set(changed_beside_copies(self._module.parameters()))
+        changed = set(changed_beside_copies(self._module.parameters(), self.deepspeed_engine.optimizer))
         own = [name for name, parameter in self._module.named_parameters() if parameter in changed]
         names = list(dict.fromkeys(chain.from_iterable(gather_over_ranks(own))))  # each rank compares its parts
         if names:

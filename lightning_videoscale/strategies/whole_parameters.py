@@ -111,9 +111,9 @@ class WholeParameters(StrategyPart):
 def check_pruning(trainer: pl.Trainer, strategy: str, *, allow_masks: bool = False) -> None:
     """Refuses to fit with a callback that prunes, as it ranks the values of whole parameters.
 
-    With FSDP2's shards that ends in an error of torch's about placements, after the first epoch. ZeRO's parameters can
-    be masked. But where the callback sets them back to their first values, the next step is made from ZeRO's own
-    copies, which have not changed.
+    With FSDP2's shards that ends in an error of torch's about placements, after the first epoch, and with those of ZeRO
+    stage 3 in one about sizes. Under stages 1 and 2 parameters can be masked. But where the callback sets them back to
+    their first values, the next step is made from ZeRO's own copies, which have not changed.
 
     Args:
         trainer: The Trainer.

@@ -242,13 +242,14 @@ def test_lightnings_pruning_needs_whole_parameters(ranks: Ranks, rewind: bool) -
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("stage", [2, 3])
-def test_deepspeed_prunes_but_sets_no_weights_back(ranks: Ranks, stage: int) -> None:
+def test_deepspeed_prunes_what_is_whole_but_sets_no_weights_back(ranks: Ranks) -> None:
     (expected,) = ranks(1).run(prune, ddp, False)
-    parameters = ranks(2).run(prune, SequenceParallelDeepSpeedStrategy, False, stage=stage)[0]
+    parameters = ranks(2).run(prune, SequenceParallelDeepSpeedStrategy, False, stage=2)[0]
     assert gradient_error(parameters, expected) < 1e-4
-    for message in ranks(2).run(prune, SequenceParallelDeepSpeedStrategy, stage=stage):
+    for message in ranks(2).run(prune, SequenceParallelDeepSpeedStrategy, stage=2):
         assert "['ModelPruning']" in message and "use_lottery_ticket_hypothesis=False" in message
+    for message in ranks(2).run(prune, SequenceParallelDeepSpeedStrategy, False, stage=3):
+        assert "['ModelPruning']" in message and "SequenceParallelDeepSpeedStrategy" in message
 
 
 SAVE_ON_RANK_0 = """
