@@ -96,9 +96,13 @@ def changed_beside_copies(parameters: Iterable[nn.Parameter], optimizer: Any) ->
     """
     pairs = [(parameter, *pair) for parameter in parameters if (pair := _shown_and_kept(parameter)) is not None]
     pairs += _pieces_and_copies(optimizer)
-    flags = [((shown != kept.to(shown)) & ~kept.to(shown).isnan()).any() for _, shown, kept in pairs]
+    flags = [_differ(shown, kept.to(shown)) for _, shown, kept in pairs]
     differ = torch.stack(flags).tolist() if flags else []  # waits for the device once
     return [parameter for (parameter, _, _), differs in zip(pairs, differ, strict=True) if differs]
+
+
+def _differ(shown: Tensor, kept: Tensor) -> Tensor:
+    return ((shown != kept) & ~kept.isnan()).any()
 
 
 def _shown_and_kept(parameter: nn.Parameter) -> tuple[Tensor, Tensor] | None:
@@ -115,14 +119,14 @@ def _shown_and_kept(parameter: nn.Parameter) -> tuple[Tensor, Tensor] | None:
 
 
 def _pieces_and_copies(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
-    """This rank's pieces of the parameters that stage 3 trains, with their float32 copies; of what is not on disk."""
+    """This rank's pieces of the parameters that stage 3 trains, with their float32 copies."""
     if getattr(optimizer, "zenflow", False):  # steps what matters most at once, and its copies later
         return
     for piece in flat_pieces(optimizer) or []:
         for parameter, place in ranges(piece).items():
             if is_partitioned(parameter):
                 values, copy = own_values(parameter), piece.flat.detach()[place.start : place.stop]
-                if len(values) == len(copy) == len(place):
+                if len(values) == len(copy) == len(place):  # else one of them is on disk
                     count = _unpadded(parameter)
                     yield parameter, values[:count], copy[:count]
 

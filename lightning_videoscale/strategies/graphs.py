@@ -28,7 +28,7 @@ def run_by_graphs(
     """Has a split network run by CUDA graphs where it can; returns what takes it back. See `GraphedNetwork`.
 
     Raises:
-        ValueError: If its exchanges would hang in them, by what the environment says.
+        ValueError: If its exchanges may hang in them, by what the environment says.
     """
     if mesh.sp.size > 1:
         refuse_registered_graphs()

@@ -248,10 +248,7 @@ class RecordOfUsed(Record):
 
     def gradients_of(self, module: pl.LightningModule) -> dict[str, Tensor]:
         used = all_assembled((name, p.grad) for name, p in module.named_parameters() if p.grad is not None)
-        return {
-            name: used[name] if name in used else torch.zeros(p.shape, dtype=p.dtype)
-            for name, p in module.named_parameters()
-        }
+        return {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in module.named_parameters()} | used
 
 
 class ZeroRecord(Record):

@@ -19,8 +19,8 @@ def expand_segments() -> bool:
     environment is public, and it is read when the first tensor is made.
 
     Where segments grow, by whomever, NCCL is told not to register the buffers of collectives in CUDA graphs. It takes
-    each for one allocation, which in such segments it is not, and a graph then waits forever (pytorch/pytorch#158029).
-    Who wants them registered keeps segments of fixed sizes.
+    each for one allocation, which in such segments it is not, and a graph may then wait forever
+    (pytorch/pytorch#158029). Who wants them registered keeps segments of fixed sizes.
     """
     is_ours = not any(_settings()) and not _registers()
     if is_ours:
@@ -39,7 +39,7 @@ def refuse_registered_graphs() -> None:
     if _grow() and _registers():
         raise ValueError(
             f"{_REGISTER}={os.environ[_REGISTER]} and {_GROW} exclude each other where CUDA graphs exchange: "
-            "NCCL takes each buffer for one allocation, and the run would hang (pytorch/pytorch#158029). Leave one of "
+            "NCCL takes each buffer for one allocation, and the run may hang (pytorch/pytorch#158029). Leave one of "
             "them out, or pass graphs=False."
         )
 

@@ -110,13 +110,8 @@ def differences(case: Compiled) -> tuple[list[float], list[int]]:
     ],
     ids=str,
 )
-def test_one_graph_of_the_first_length_and_one_of_all_others_equal_serial_blocks(
-    ranks: Ranks, case: Compiled, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool = ranks(case.ranks)
-    if case.backend == "inductor":  # which compiles C++ for a minute, and beside two other files for three
-        monkeypatch.setattr(pool, "timeout", 280.0)
-    for errors, graphs in pool.run(differences, case):
+def test_one_graph_of_the_first_length_and_one_of_all_others_equal_serial_blocks(ranks: Ranks, case: Compiled) -> None:
+    for errors, graphs in ranks(case.ranks).run(differences, case):
         assert max(errors) < 1e-12
         assert graphs == [1] + [2] * (case.lengths - 1)
 
